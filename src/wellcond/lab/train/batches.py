@@ -52,10 +52,7 @@ class UpdatePlan:
         return self.num_samples // self.batch_size
 
     def parts(self, start: float, stop: int) -> Iterator[list[SampleKey]]:
-        """Samples of this process for the updates from `start` to before `stop`, `accumulate` parts for each.
-
-        Updates with fewer parts leave the rest to the next one: `start` is then no whole number.
-        """
+        """Samples of this process for the updates from `start`, which may be within one, to before `stop`, in parts."""
         size = self.batch_size // (self.accumulate * self.processes)
         order, of_epoch = torch.empty(0), -1
         for place in range(round(start * self.accumulate), stop * self.accumulate):
@@ -118,4 +115,5 @@ def fetch_batches(
     for batch in source:
         if isinstance(batch, str):
             raise WellcondError(batch)
-        yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        on_cpu = device.type == "cpu"
+        yield batch if on_cpu else {name: value.to(device, non_blocking=True) for name, value in batch.items()}

@@ -4,11 +4,8 @@
     checkpoints/step-00000120/{model,optimizer,average,best}/shard-*.safetensors  state.json     sharded (FSDP2)
 
 Average and best weights are there where the recipe asks for them. Of sharded weights every rank writes and reads its
-own part, through the safetensors storage of `torch.distributed.checkpoint`: nothing is gathered on one host, nothing is
-pickled, and a run resumes on another number of ranks.
-
-A checkpoint is a folder that is written under another name and then renamed, so that it is whole or absent. Its
-`state.json` has a checksum, and lists those of the other files.
+own part: nothing is gathered on one host, nothing is pickled, and a run resumes on another number of ranks. A folder is
+written under another name and then renamed: it is whole or absent. `state.json` lists the checksums of its files.
 """
 
 from __future__ import annotations
@@ -44,8 +41,7 @@ def model_tensors(model: nn.Module) -> Tensors:
     """State of a model by plain names; every rank has its shards of what is sharded."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    state: dict[str, Any] = get_model_state_dict(model)
-    return state
+    return get_model_state_dict(model)  # type: ignore[return-value]
 
 
 def load_model_(model: nn.Module, tensors: dict[str, Any]) -> None:
@@ -197,10 +193,7 @@ def _sum(path: Path) -> str:
 
 
 def read_tensors(place: Path, kind: str, placed: Callable[[str], Tensor | None] = lambda name: None) -> Tensors:
-    """All tensors of one kind in a checkpoint, whether it is sharded or not, on as many ranks or not.
-
-    `placed` gives, for a name, a tensor; that of the same shape is on the same device, and sharded in the same way.
-    """
+    """All tensors of one kind, each on the device and sharded like what `placed` gives for its name and shape."""
     with _damage(place):
         if not (place / kind).is_dir():
             whole = safetensors.torch.load_file(place / f"{kind}.safetensors")

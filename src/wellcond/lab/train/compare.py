@@ -49,8 +49,6 @@ def plan_comparison(
 ) -> list[Job]:
     """All runs, seed by seed, so that an interrupted comparison has complete pairs; each at its tuned values."""
     check_distinct(methods)
-    if not methods:
-        raise RecipeError("expected methods to compare, found none; give --methods, or `methods` in the recipe")
     if recipe.baseline not in [method.label for method in methods]:
         raise RecipeError(f"the baseline {recipe.baseline!r} is not among the methods; add it, or set baseline")
     tuned = [recipe.at_tuned(method) for method in methods]

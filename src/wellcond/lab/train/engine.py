@@ -19,16 +19,15 @@ from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive, seed_device
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Batch
-from wellcond.lab.train import checkpoint
+from wellcond.lab.train import checkpoint, evaluate
 from wellcond.lab.train.batches import UpdatePlan, fetch_batches
-from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, layer_numbers
+from wellcond.lab.train.evaluate import ConditioningLog, WeightAverage, layer_numbers
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
 from wellcond.lab.train.optimizers import set_point
 from wellcond.lab.train.run_folder import RunFolder
 
 Event = dict[str, Any]
 Observer = Callable[[Event], None]
-SECONDS_BETWEEN_EVENTS = 0.2
 
 
 @dataclass(eq=False)
@@ -78,7 +77,6 @@ class Engine:
             self.average = WeightAverage(unwrap(self.model), training.averaging.decay)
             if training.averaging.evaluate:
                 self.evaluated_weights = self.average.in_place
-        self.evaluator = Evaluator(recipe, task, self.model, accelerator)
         self.planned_steps, self.learning_rate = self.num_steps, 0.0
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.sharded = is_sharded(unwrap(self.model))
@@ -190,7 +188,7 @@ class Engine:
             self._end_if_time_is_up()
             if logged:
                 shown = self._log_step(norms)
-            if (now := time.perf_counter()) - told > SECONDS_BETWEEN_EVENTS:
+            if (now := time.perf_counter()) - told > 0.2:
                 event = {"event": "step", "step": done, "loss": shown}
                 self.observer(event | {"num_steps": self.budget.steps_expected(done, self.num_steps)})
                 told = now
@@ -213,10 +211,9 @@ class Engine:
         return True
 
     def update(self, step: int, batches: Sequence[Batch], *, want_norms: bool) -> tuple[Tensor, dict[str, float]]:
-        """One update of the weights: forward, backward and step, over accumulations and ranks.
+        """One update of the weights; returns this rank's loss and norms of gradients before clipping.
 
-        The loss is divided by its number of terms over all parts and ranks. Returns the loss of this rank's share (the
-        mean over ranks is the loss of the update) and norms of gradients before clipping.
+        Losses are divided by the number of terms over all parts and ranks; their mean over ranks is that of the update.
         """
         accelerator, clip_norm = self.accelerator, self.recipe.training.clip_norm
         # Dropout differs between ranks, but not between methods, sessions or measured and unmeasured runs.
@@ -300,7 +297,7 @@ class Engine:
         with self.clock.spent_on("evaluation"), self.evaluated_weights():
             self._take_losses()
             self.observer({"event": "phase", "phase": "evaluating"})
-            values = self.evaluator.score_all()
+            values = evaluate.score_all(self.recipe, self.task, self.model, self.accelerator)
             row: dict[str, Any] = {"step": self.state.step, "epoch": self.epoch, **values}
             row |= {"train_loss": self.state.close_evaluation(), "seconds": self.clock.now()["training"]}
             if self.is_main:
@@ -330,7 +327,7 @@ class Engine:
                 checkpoint.load_model_(self.model, self.best_weights)
                 tested, self.evaluated_weights = self.state.best, contextlib.nullcontext
             with self.evaluated_weights():
-                values = self.evaluator.score(samples)
+                values = evaluate.score(self.recipe, self.task, self.model, self.accelerator, samples)
             assert tested is not None
             if not math.isfinite(loss := values["loss"]):
                 raise Diverged(f"the loss on the test split is {loss} with the weights of step {tested['step']}")

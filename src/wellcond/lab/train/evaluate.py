@@ -1,8 +1,4 @@
-"""What is looked at during a run: the score of the weights, or of their EMA, the best weights, and the conditioning.
-
-Conditioning is measured at steps fixed in advance, so that the record does not depend on the speed of the machine; only
-the end of a run with a time budget is not known before.
-"""
+"""What is looked at during a run, at steps fixed in advance: scores of the weights or their EMA, and conditioning."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean, geometric_mean
 from typing import Any, Literal
 
@@ -65,45 +60,38 @@ class WeightAverage:
             value.copy_(state[name])
 
 
-@dataclass(frozen=True)
-class Evaluator:
-    """Scores the weights of a model as Accelerate prepared it."""
+def score_all(recipe: Recipe, task: AbstractTask, model: nn.Module, accelerator: Any) -> dict[str, float]:
+    """Score the evaluation set, or its first samples, and the task's further sets."""
+    values = score(recipe, task, model, accelerator, task.evaluation, recipe.evaluation.samples)
+    for prefix, samples in task.further.items():
+        found = score(recipe, task, model, accelerator, samples)
+        values |= {f"{prefix}_{name}": value for name, value in found.items()}
+    return values
 
-    recipe: Recipe
-    task: AbstractTask
-    model: nn.Module
-    accelerator: Any
 
-    def score_all(self) -> dict[str, float]:
-        """Score the evaluation set, or its first samples, and the task's further sets."""
-        values = self.score(self.task.evaluation, self.recipe.evaluation.samples)
-        for prefix, samples in self.task.further.items():
-            values |= {f"{prefix}_{name}": value for name, value in self.score(samples).items()}
-        return values
+def score(
+    recipe: Recipe, task: AbstractTask, model: nn.Module, accelerator: Any, samples: Samples, most: int | None = None
+) -> dict[str, float]:
+    """Score a set, or its first samples, with a model as Accelerate prepared it; every rank must call it."""
+    count, processes = min(len(samples), most or len(samples)), accelerator.num_processes
+    parts = evaluation_parts(count, recipe.evaluation.batch_size, accelerator.process_index, processes)
+    totals: dict[str, Tensor] = {}
+    records: list[tuple[int, Any]] = []
+    with evaluating(model):
+        for batch in fetch_batches(samples, parts, workers=recipe.training.workers, device=accelerator.device):
+            sums_of_batch = task.score(model, batch)
+            records += sums_of_batch.pop("records", [])
+            for name, value in sums_of_batch.items():
+                totals[name] = totals[name] + value if name in totals else value
+    if processes > 1:
+        from accelerate.utils import gather_object
 
-    def score(self, samples: Samples, at_most: int | None = None) -> dict[str, float]:
-        """Score a set, or its first samples; every rank must call it."""
-        accelerator, count = self.accelerator, min(len(samples), at_most or len(samples))
-        rank, processes = accelerator.process_index, accelerator.num_processes
-        parts = evaluation_parts(count, self.recipe.evaluation.batch_size, rank, processes)
-        batches = fetch_batches(samples, parts, workers=self.recipe.training.workers, device=accelerator.device)
-        totals: dict[str, Tensor] = {}
-        records: list[tuple[int, Any]] = []
-        with evaluating(self.model):
-            for batch in batches:
-                sums_of_batch = self.task.score(self.model, batch)
-                records += sums_of_batch.pop("records", [])
-                for name, value in sums_of_batch.items():
-                    totals[name] = totals[name] + value if name in totals else value
-        if processes > 1:
-            from accelerate.utils import gather_object
-
-            totals = accelerator.reduce(totals, reduction="sum")
-            records = gather_object(records)
-        # Most sums are numbers; a confusion matrix or the predictions of a whole set are not.
-        sums: dict[str, Any] = {name: value.tolist() if value.dim() else float(value) for name, value in totals.items()}
-        sums["records"] = [record for _, record in sorted(records, key=lambda numbered: numbered[0])]
-        return self.task.metrics(sums, samples)
+        totals = accelerator.reduce(totals, reduction="sum")
+        records = gather_object(records)
+    # Most sums are numbers; a confusion matrix or the predictions of a whole set are not.
+    sums: dict[str, Any] = {name: value.tolist() if value.dim() else float(value) for name, value in totals.items()}
+    sums["records"] = [record for _, record in sorted(records, key=lambda numbered: numbered[0])]
+    return task.metrics(sums, samples)
 
 
 def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
@@ -123,7 +111,7 @@ class ConditioningLog:
     """A `ConditionTracker` on rank 0; on every rank if weights are sharded, which gathers one attention at a time.
 
     Where Accelerate made the forward pass round to half precision, a plain copy on rank 0 is brought up to date and
-    measured instead. Under FSDP2 only the inputs of an attention are rounded; its weights are read as they are stored.
+    measured instead; under FSDP2 only the inputs of an attention are rounded.
     """
 
     def __init__(

@@ -118,8 +118,8 @@ def plan_glue(
     """
     runs = [folder]
     if (folder / "comparison.json").is_file():
-        records = {run: RunFolder(run).read_record() or {} for run in sorted(folder.glob("*/seed*"))}
-        runs = [run for run, record in records.items() if record.get("status") == "finished"]
+        runs = sorted(folder.glob("*/seed*"))
+        runs = [run for run in runs if (RunFolder(run).read_record() or {}).get("status") == "finished"]
         if not runs:
             raise RunError(f"{folder}: expected finished runs of a comparison, found none")
     found = [(run, *read_pretrained(run, base)) for run in runs]

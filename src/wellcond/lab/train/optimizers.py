@@ -154,8 +154,7 @@ class AdamW(Settings):
 class Muon(AdamW):
     """torch.optim.Muon for the matrices of the blocks, AdamW for all else: embeddings, positions, head, norms, biases.
 
-    Its step is scaled to the size of AdamW's (``match_rms_adamw``), so that learning rates of both are alike. A fused
-    Q, K, V is one matrix for it.
+    Its step is scaled to the size of AdamW's, so that learning rates are alike. A fused Q, K, V is one matrix for it.
     """
 
     name: Literal["muon"] = "muon"  # type: ignore[assignment]
