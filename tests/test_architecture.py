@@ -55,6 +55,7 @@ ALLOWED = {
         "theory",
         "measurement",
         "tracking",
+        "integrations",
         "models",
         "weights",
     },

@@ -20,7 +20,7 @@ from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION
 from wellcond.lab.tasks.detection import evaluate
 from wellcond.lab.tasks.detection.samples import targets_of
-from wellcond.lab.train.evaluate import Evaluator
+from wellcond.lab.train.evaluate import score, score_all
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
 
@@ -105,7 +105,7 @@ def test_scores_are_coco_s_and_do_not_depend_on_the_batches(root):
     rows = []
     for size in (1, 3, 4):
         chosen = recipe(root, evaluation={"batch_size": size})
-        rows.append(Evaluator(chosen, task, model, Alone()).score_all())
+        rows.append(score_all(chosen, task, model, Alone()))
     for row in rows[1:]:
         assert row.keys() == rows[0].keys()
         # Sums of losses are rounded in another order.
@@ -216,7 +216,7 @@ def test_images_without_objects_cannot_be_scored(root):
     task.evaluation.split, whole = only_empty, task.evaluation.split
     try:
         with pytest.raises(RecipeError, match="found none in the first 1 images"):
-            Evaluator(chosen, task, model, Alone()).score(task.evaluation)
+            score(chosen, task, model, Alone(), task.evaluation)
     finally:
         task.evaluation.split = whole
 

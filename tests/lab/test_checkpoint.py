@@ -14,9 +14,9 @@ from wellcond.lab.train.checkpoint import (
     model_tensors,
     optimizer_tensors,
     read_checkpoint,
+    read_finished_run,
     read_tensors,
     save_checkpoint,
-    trained_weights,
 )
 from wellcond.lab.train.optimizers import AdamW, Muon
 from wellcond.lab.train.run_folder import RunError
@@ -222,15 +222,6 @@ def test_a_save_that_breaks_keeps_the_old_checkpoint(small, monkeypatch, problem
     assert torch.equal(read_tensors(last_checkpoint(folder), "model")["weight"], before)
 
 
-def test_the_same_step_can_be_saved_again(small):
-    folder, model, optimizer = small
-    save(folder, model, optimizer, step=1)
-    trained(model, optimizer, lambda model: model(torch.ones(1, 2)).sum(), 1)
-    place = save(folder, model, optimizer, step=1)
-    assert torch.equal(read_tensors(place, "model")["weight"], model.weight)
-    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
-
-
 @SHARDED
 def test_best_weights_are_there_where_they_are_asked_for(small, sharded):
     folder, model, optimizer = small
@@ -271,12 +262,16 @@ def test_a_damaged_shard_is_named(small, kept):
         read_checkpoint(place)
 
 
-def test_weights_of_a_finished_sharded_run_are_one_file(small):
+def test_weights_of_a_finished_sharded_run_are_one_file(small, monkeypatch):
     folder, model, optimizer = small
     place = save(folder, model, optimizer, sharded=True, logs={})
-    path = trained_weights(place, {"logs": {}})
-    assert path == place / "model.safetensors" == trained_weights(place, {})
-    found = read_state_dict(path)
+
+    def weights(**record):
+        monkeypatch.setattr(checkpoint.RunFolder, "read_record", lambda run: {"status": "finished", **record})
+        return read_finished_run(folder.parent, "teacher", "a file")[1]
+
+    assert weights(logs={}) == place / "model.safetensors" == weights()
+    found = read_state_dict(weights())
     assert found.keys() == {"weight", "bias"} and all(torch.equal(found[name], getattr(model, name)) for name in found)
     with pytest.raises(RunError, match="of another run"):
-        trained_weights(place, {"logs": {"steps.jsonl": {}}})
+        weights(logs={"steps.jsonl": {}})

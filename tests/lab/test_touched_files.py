@@ -12,9 +12,9 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report
 from wellcond.lab.report.records import read_json
+from wellcond.lab.train import evaluate
 from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.compare import read_comparison, write_comparison
-from wellcond.lab.train.evaluate import Evaluator
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError, RunFolder
 
@@ -155,7 +155,7 @@ def test_records_of_two_runs_that_were_swapped_are_refused(finished, tmp_path):
         path.write_bytes(content)
     with pytest.raises(WellcondError, match=r"not of the run in run\.json\n.*delete .*/conditioned/seed\d and repeat"):
         build_report(root, pictures=False)
-    with pytest.raises(RunError, match="seed0 holds a run with other settings"):
+    with pytest.raises(RunError, match="seed0 holds a run under other settings"):
         run_job(job_in(root / "conditioned/seed0"))
 
 
@@ -276,14 +276,14 @@ def test_flipped_bits_of_a_comparison(tmp_path, number):
 
 
 def test_a_test_score_that_is_not_finite_is_a_divergence(tmp_path, monkeypatch):
-    score = Evaluator.score
+    score = evaluate.score
 
-    def nan(self, samples):
-        return score(self, samples) | {"loss": float("nan")}
+    def nan(*arguments):
+        return score(*arguments) | {"loss": float("nan")}
 
     def observe(event):
         if event["event"] == "phase" and event["phase"] == "testing":
-            monkeypatch.setattr(Evaluator, "score", nan)
+            monkeypatch.setattr(evaluate, "score", nan)
 
     ended = run_job(job_in(tmp_path / "run"), observe)
     assert (

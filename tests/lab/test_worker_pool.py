@@ -8,7 +8,7 @@ import pytest
 
 from lab.held_runs import HELD
 from lab.small import record, small_job
-from wellcond.lab.train.compare import run_in_pool
+from wellcond.lab.train.compare import run_comparison
 
 pytestmark = pytest.mark.processes
 
@@ -25,7 +25,7 @@ def test_a_killed_worker_is_replaced_and_its_run_taken_up_again(hold, tmp_path, 
 
     killer = threading.Thread(target=kill_one, daemon=True)
     killer.start()
-    outcome = run_in_pool(
+    outcome = run_comparison(
         jobs, num_workers=2, observer=lambda job, event: event["event"] == "lost" and lost.append((job, event))
     )
     killer.join()

@@ -203,7 +203,7 @@ def glue(
 
     plan = plan_glue(run, tasks=chosen, limit=limit, cpu=cpu)
     with runs.training_in(run):
-        outcome = runs.run_jobs(plan, at_once, quiet=quiet, glue=True)
+        outcome = runs.run_jobs(plan, at_once, quiet=quiet)
     if cli.is_rank_zero() and outcome.records:
         page = rebuild_glue(run)
         if not quiet:

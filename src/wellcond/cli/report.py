@@ -132,7 +132,7 @@ def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: b
     outcomes = [comparison.run(study.jobs)]
     if study.glue_folders and not outcomes[0].interrupted:
         plan = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu)
-        outcomes.append(run_jobs(plan, at_once, quiet=silent, glue=True))
+        outcomes.append(run_jobs(plan, at_once, quiet=silent))
         if cli.is_rank_zero() and outcomes[1].records:
             rebuild_glue(study.folder)
     for outcome, count in zip(outcomes, (len(study.jobs), len(study.glue_folders)), strict=False):

@@ -35,7 +35,6 @@ from wellcond.lab.report.statistics import compare_paired, describe_power
 from wellcond.lab.tasks.base import TaskContext
 from wellcond.lab.train.compare import Outcome, plan_comparison, run_comparison, write_comparison
 from wellcond.lab.train.engine import Event
-from wellcond.lab.train.glue import run_glue
 from wellcond.lab.train.prepare import load_cached_data, prepare_task
 from wellcond.lab.train.run import Job, num_cores
 from wellcond.lab.train.run_folder import FolderInUse, RunFolder
@@ -78,9 +77,7 @@ def choose_workers(asked: int | None, job: Job) -> int:
     return 1 if "WORLD_SIZE" in os.environ or on_gpu or job.recipe.training.threads != 1 else num_cores()
 
 
-def run_jobs(
-    jobs: Sequence[Job], asked: int | None, *, quiet: bool, ray: RaySettings | None = None, glue: bool = False
-) -> Outcome:
+def run_jobs(jobs: Sequence[Job], asked: int | None, *, quiet: bool, ray: RaySettings | None = None) -> Outcome:
     """Run jobs, `asked` at once, and show how they go: bars on a terminal, one line per run elsewhere.
 
     Both are on standard error, so that standard output stays for results.
@@ -114,10 +111,9 @@ def run_jobs(
         said = _metric(event["row"]) if kind == "evaluation" else said
         bars.update(tasks[key], total=event.get("num_steps"), completed=event.get("step"), said=said)
 
-    run = run_glue if glue else functools.partial(run_comparison, ray=ray)
     workers = len(jobs) if ray is not None and asked is None else choose_workers(asked, jobs[0])
     with bars if console.is_terminal else contextlib.nullcontext():
-        return run(jobs, num_workers=workers, observer=observe)
+        return run_comparison(jobs, num_workers=workers, observer=observe, ray=ray)
 
 
 def _describe_end(record: dict[str, Any]) -> str:

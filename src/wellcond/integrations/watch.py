@@ -20,8 +20,9 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-# Name in the log, field of a point, and how the heads are summed up.
-SUMMARIES: list[tuple[str, str, Callable[[Sequence[float]], float]]] = [
+Summaries = Sequence[tuple[str, str, Callable[[Sequence[float]], float]]]
+"""Name in the log, field of a point, and how the heads are summed up."""
+SUMMARIES: Summaries = [
     ("kappa_jacobian_worst", "condition_number", max),
     ("kappa_jacobian_mean", "condition_number", geometric_mean),
     ("pseudo_kappa_jacobian_worst", "pseudo_condition_number", max),
@@ -95,24 +96,30 @@ class Watch:
                 out.writelines(point.to_line(self.tracker.run) + "\n" for point in points)
 
     def new_summary(self) -> dict[str, float]:
-        """The latest numbers of all heads, if some are new; loggers want finite ones, so others are left out."""
+        """The latest numbers of all heads, if some are new."""
         if not self.unlogged:
             return {}
         self.unlogged = False
-        summary = _summary("wellcond/", list(self.latest.values()))
+        summary = _summarise_all("wellcond/", list(self.latest.values()))
         if self.per_layer:
             for layer in dict.fromkeys(layer for layer, _ in self.latest):
                 heads = [numbers for (name, _), numbers in self.latest.items() if name == layer]
-                summary |= _summary(f"wellcond/{layer}/", heads)
+                summary |= _summarise_all(f"wellcond/{layer}/", heads)
         return summary | {"wellcond/overhead": self.tracker.overhead}
 
 
-def _summary(prefix: str, heads: list[dict[str, float]]) -> dict[str, float]:
+def summarise(prefix: str, heads: list[dict[str, Any]], summaries: Summaries) -> dict[str, float]:
+    """Numbers of heads summed up, each under its name; loggers want finite ones, so others are left out."""
     found = {}
-    for name, field, sum_up in SUMMARIES:
-        values = [numbers[field] for numbers in heads if math.isfinite(numbers.get(field, math.nan))]
-        if values:
+    for name, field, sum_up in summaries:
+        known = [numbers[field] for numbers in heads if numbers.get(field) is not None]
+        if values := [value for value in known if math.isfinite(value)]:
             found[prefix + name] = float(sum_up(values))
+    return found
+
+
+def _summarise_all(prefix: str, heads: list[dict[str, float]]) -> dict[str, float]:
+    found = summarise(prefix, heads, SUMMARIES)
     measured = [numbers["condition_number"] for numbers in heads if "condition_number" in numbers]
     if measured:
         found[prefix + "heads_without_finite_kappa"] = float(sum(not math.isfinite(value) for value in measured))

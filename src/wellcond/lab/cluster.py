@@ -22,7 +22,7 @@ from typing import Any
 from wellcond.errors import WellcondError, needs_extra
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.checkpoint import OURS
-from wellcond.lab.train.compare import Dispatch, JobObserver, Message, Outcome, do_job
+from wellcond.lab.train.compare import Dispatch, Message, do_job
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.run import Job
@@ -122,14 +122,13 @@ def _check_reachable(place: str) -> None:
         socket.create_connection((found[1], int(found[2])), timeout=10).close()
 
 
-def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, settings: RaySettings) -> Outcome:
-    """As `run_comparison`, on the machines of a Ray cluster; complete runs need none.
+def run_on_ray(dispatch: Dispatch, *, num_workers: int, settings: RaySettings) -> None:
+    """Run jobs on the machines of a Ray cluster.
 
     Raises: MissingExtraError; WellcondError without a cluster, or for what concerns every run.
     """
-    dispatch = Dispatch(jobs, observer)
     if not dispatch.waiting:
-        return dispatch.outcome
+        return
     known = {job.folder.resolve(): job for job in dispatch.waiting}
     common = Path(os.path.commonpath([folder.parent for folder in known]))
     with contextlib.ExitStack() as held:
@@ -146,7 +145,7 @@ def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, 
         home = ray.remote(Home).options(num_cpus=0, scheduling_strategy=here).remote()
         task = ray.remote(run_task).options(max_retries=RETRIES, **needed)
         phase = f"waiting for a machine with {needed['num_cpus']:g} CPUs and {needed['num_gpus']:g} GPUs"
-        observer(dispatch.waiting[0], {"event": "phase", "phase": phase})
+        dispatch.handle(dispatch.waiting[0], ("event", {"event": "phase", "phase": phase}))
         running: dict[Any, Job] = {}
         try:
             while dispatch.waiting or running:
@@ -161,7 +160,7 @@ def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, 
                     running[task.remote(sent, home, token)] = job
                 ended, _ = ray.wait(list(running), timeout=0.2)
                 for folder, event in ray.get(home.take.remote()):  # all that the ended ones have told is there
-                    observer(known[folder], event)
+                    dispatch.handle(known[folder], ("event", event))
                 for result in ended:
                     job = running.pop(result)
                     try:
@@ -172,7 +171,6 @@ def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, 
                         raise
                     except ray.exceptions.RayError as error:
                         dispatch.handle(job, ("error", f"{job.title}: its worker was lost: {_reason(error)}"))
-            return dispatch.outcome
         except ray.exceptions.RayError as error:
             raise WellcondError(
                 f"Ray could not do the runs: {_reason(error)}\n  Every machine needs what wellcond needs (pip install "
@@ -258,10 +256,12 @@ def run_task(job: Job, home: Any, token: str) -> Message:
             if away and (kind != "event" or content["event"] == "saved"):
                 ray.get(home.receive.remote(job.folder, pack(done.folder)))
 
-        do_job(done, send, stop)
+        try:
+            do_job(done, send, stop)
+        except WellcondError as error:
+            send(("error for all", f"{error} (on {platform.node()})"))
         ray.get(home.end.remote(job.folder))
-    kind, content = last[-1]
-    return kind, f"{content} (on {platform.node()})" if kind == "error for all" else content
+    return last[-1]
 
 
 def pack(folder: Path) -> Files:

@@ -290,9 +290,8 @@ def test_own_models_are_found_beside_the_recipe(tmp_path):
         "    def forward(self, x):\n"
         "        return self.head(self.block(self.embed(x.flatten(2).view(len(x), 8, 8))).mean(1))\n"
     )
-    job = small_job(tmp_path / "run", "conditioned", "model={name: 'mine.py:Mine'}")
-    trusted = dataclasses.replace(job, base=tmp_path, local_code=True)
-    assert run_job(trusted)["status"] == "finished"
+    job = small_job(tmp_path / "run", "conditioned", "model={name: 'mine.py:Mine'}", local_code=True)
+    assert run_job(dataclasses.replace(job, base=tmp_path))["status"] == "finished"
 
 
 def test_repeated_augmentation_reaches_the_training(tmp_path):

@@ -20,8 +20,8 @@ from lab.small import (
 )
 from wellcond.cli.main import main
 from wellcond.lab.settings import RecipeError
+from wellcond.lab.train import evaluate
 from wellcond.lab.train.engine import Engine
-from wellcond.lab.train.evaluate import Evaluator
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError
@@ -91,15 +91,15 @@ def test_a_run_stopped_at_any_write_ends_with_the_same_test(unbroken, tmp_path, 
 
 
 def test_a_run_stopped_while_it_is_tested_is_tested_again(unbroken, tmp_path, monkeypatch):
-    folder, real = tmp_path / "run", Evaluator.score
+    folder, real = tmp_path / "run", evaluate.score
 
-    def score(self, samples, at_most=None):
-        if samples is self.task.test:
+    def score(recipe, task, model, accelerator, samples, *most):
+        if samples is task.test:
             raise Killed
-        return real(self, samples, at_most)
+        return real(recipe, task, model, accelerator, samples, *most)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluator, "score", score)
+        patch.setattr(evaluate, "score", score)
         with pytest.raises(Killed):
             run_job(job_with_test(folder))
     assert record(folder)["status"] == "running" and "test" not in record(folder)

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from wellcond.lab.tokenizers import read_tokenizer
 from wellcond.lab.train import glue
 from wellcond.lab.train.checkpoint import last_checkpoint
 from wellcond.lab.train.compare import run_comparison
-from wellcond.lab.train.glue import plan_glue, read_pretrained, run_glue
+from wellcond.lab.train.glue import plan_glue, read_pretrained
 from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError
 from wellcond.weights import load_weights
 
@@ -34,7 +36,7 @@ def plan(folder, **options):
 
 
 def score(folder, **options):
-    outcome = run_glue(plan(folder, **options), num_workers=1, observer=quiet)
+    outcome = run_comparison(plan(folder, **options), num_workers=1, observer=quiet)
     assert not outcome.failures
     return outcome
 
@@ -130,16 +132,21 @@ def test_fine_tuning_starts_from_the_function_that_pre_training_found(pretrained
     assert not [name for name in classifier.state_dict() if "wellcond" in name or "parametrizations" in name]
 
 
+def with_checkpoints(folder):
+    [job] = plan(folder, tasks=["stsb"])
+    return replace(job, keep_checkpoints=True)
+
+
 def test_an_interrupted_run_resumes_to_the_same_numbers(pretrained, fine_tuning, tmp_path):
     folder = pretrained("bert")
     fine_tuning["epochs"] = 8
-    [job] = plan(folder, tasks=["stsb"])
+    job = with_checkpoints(folder)
     assert stop_after(job, 8)["status"] == "interrupted"
-    run_comparison([job], num_workers=1, observer=quiet)
+    run_job(job)
     other = shutil.copytree(
         folder, tmp_path / "whole", ignore=lambda path, names: ["stsb"] if path.endswith("glue") else []
     )
-    run_comparison(plan(other, tasks=["stsb"]), num_workers=1, observer=quiet)
+    run_job(with_checkpoints(other))
     assert len(json.loads((folder / "glue/stsb/seed-0/run.json").read_text())["sessions"]) == 2
     assert_same_run(folder / "glue/stsb/seed-0", other / "glue/stsb/seed-0")
 
@@ -246,7 +253,7 @@ def test_a_run_that_cannot_be_the_start_is_refused(pretrained, spoil, error, mes
     folder = pretrained("bert")
     spoil(folder)
     with pytest.raises(error, match=message):
-        run_glue(plan(folder, tasks=["cola"]), num_workers=1, observer=quiet)
+        run_comparison(plan(folder, tasks=["cola"]), num_workers=1, observer=quiet)
     assert not list(folder.glob("glue/*/seed-0"))
 
 
@@ -261,7 +268,7 @@ def test_a_run_that_cannot_be_the_start_is_refused(pretrained, spoil, error, mes
 def test_weights_that_do_not_fit_the_classifier_are_refused(pretrained, change, message):
     folder = pretrained("bert")
     change(folder)
-    [(_, problem)] = run_glue(plan(folder, tasks=["cola"]), num_workers=1, observer=quiet).failures
+    [(_, problem)] = run_comparison(plan(folder, tasks=["cola"]), num_workers=1, observer=quiet).failures
     assert re.search(rf"model.safetensors does not fit this model: .*{message}", problem)
 
 
@@ -300,7 +307,7 @@ def test_scores_under_other_settings_are_not_overwritten(pretrained, fine_tuning
     score(folder, tasks=["cola"])
     fine_tuning["lr"] = 1e-4
     planned = plan(folder, tasks=["cola"])
-    [(_, problem)] = run_glue(planned, num_workers=1, observer=quiet).failures
+    [(_, problem)] = run_comparison(planned, num_workers=1, observer=quiet).failures
     assert "optimizer.lr: 0.01 there, 0.0001 here" in problem
 
 

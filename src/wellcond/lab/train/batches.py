@@ -21,11 +21,10 @@ from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, Samples
 class UpdatePlan:
     """Samples of every update, and which of them one process has.
 
-    An update takes the next `batch_size` samples of the epoch's order, in `accumulate` x `processes` equal parts; the
-    samples that remain at the end of an epoch wait for the next order. Which samples an update has depends on neither
-    of the two numbers, so that one process and many compute the same. With `repeats`, the order is that of the first
-    samples alone, and each stands in it so many times in a row, under a draw of its own. A part ends with the
-    `following` samples after it in its update, cyclically, for tasks that mix samples.
+    An update takes the next `batch_size` samples of the epoch's order, in `accumulate` x `processes` equal parts: one
+    process and many compute the same. With `repeats`, the order is that of the first samples alone, and each stands in
+    it so many times in a row, under a draw of its own. A part ends with the `following` samples after it in its update,
+    cyclically, for tasks that mix samples.
     """
 
     num_samples: int
@@ -38,11 +37,9 @@ class UpdatePlan:
     processes: int = 1
 
     def __post_init__(self) -> None:
-        total, parts = self.batch_size, self.accumulate * self.processes
-        if self.num_samples < total:
-            raise RecipeError(
-                f"training.batch_size: expected at most the {self.num_samples} training samples, found {total}"
-            )
+        total, parts, most = self.batch_size, self.accumulate * self.processes, self.num_samples
+        if most < total:
+            raise RecipeError(f"training.batch_size: expected at most the {most} training samples, found {total}")
         if total % parts:
             raise RecipeError(
                 f"training.batch_size over processes x training.accumulate: {total} cannot be divided into {parts} "
@@ -55,10 +52,7 @@ class UpdatePlan:
         return self.num_samples // self.batch_size
 
     def parts(self, start: float, stop: int) -> Iterator[list[SampleKey]]:
-        """Samples of this process for the updates from `start` to before `stop`, `accumulate` parts for each.
-
-        Updates with fewer parts leave the rest to the next one: `start` is then no whole number.
-        """
+        """Samples of this process for the updates from `start`, which may be within one, to before `stop`, in parts."""
         size = self.batch_size // (self.accumulate * self.processes)
         order, of_epoch = torch.empty(0), -1
         for place in range(round(start * self.accumulate), stop * self.accumulate):

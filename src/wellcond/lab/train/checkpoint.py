@@ -4,11 +4,8 @@
     checkpoints/step-00000120/{model,optimizer,average,best}/shard-*.safetensors  state.json     sharded (FSDP2)
 
 Average and best weights are there where the recipe asks for them. Of sharded weights every rank writes and reads its
-own part, through the safetensors storage of `torch.distributed.checkpoint`: nothing is gathered on one host, nothing is
-pickled, and a run resumes on another number of ranks.
-
-A checkpoint is a folder that is written under another name and then renamed, so that it is whole or absent. Its
-`state.json` has a checksum, and lists those of the other files.
+own part: nothing is gathered on one host, nothing is pickled, and a run resumes on another number of ranks. A folder is
+written under another name and then renamed: it is whole or absent. `state.json` lists the checksums of its files.
 """
 
 from __future__ import annotations
@@ -35,20 +32,16 @@ from wellcond.lab.train.run_folder import RunError, RunFolder, writing
 from wellcond.run_records import find_change, seal
 
 NAME = re.compile(r"step-(\d{8,})")
-OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}(\.former)?\.partial")
+OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}\.partial")
 SEPARATOR = "//"
 Tensors = dict[str, Tensor]
-
-
-# Tensors of models and optimisers
 
 
 def model_tensors(model: nn.Module) -> Tensors:
     """State of a model by plain names; every rank has its shards of what is sharded."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    state: dict[str, Any] = get_model_state_dict(model)
-    return state
+    return get_model_state_dict(model)  # type: ignore[return-value]
 
 
 def load_model_(model: nn.Module, tensors: dict[str, Any]) -> None:
@@ -89,16 +82,12 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-# Writing
-
-
 def save_checkpoint(
     folder: Path, step: int, tensors: Mapping[str, Tensors | None], state: dict[str, Any], *, sharded: bool = False
 ) -> Path:
-    """Write one checkpoint, after `step` updates, and remove the older ones; if that fails, they are kept.
+    """Write tensors, by kind, and plain data after `step` updates; then remove older checkpoints.
 
-    `tensors` are those of model, optimizer, average and best; `state` is plain data. If tensors are `sharded`, every
-    rank has its own part and must call it.
+    If tensors are `sharded`, every rank has its own part and must call it.
     """
     place = folder / f"step-{step:08d}"
     partial = folder / f".{place.name}.partial"
@@ -121,8 +110,6 @@ def save_checkpoint(
                     sums[f"{kind}.safetensors"] = hashlib.sha256(content).hexdigest()
             if is_main:
                 write_atomically(partial / "state.json", to_json(seal(state | {"step": step, "files": sums})))
-                if place.exists():  # removing it would take longer than renaming it
-                    os.replace(place, folder / f".{place.name}.former.partial")
                 os.replace(partial, place)
     except BaseException:
         if is_main:
@@ -172,9 +159,6 @@ def _write_shards(folder: Path, values: Tensors) -> dict[str, str]:
     return {name: value for sums in found for name, value in sums.items()}
 
 
-# Reading
-
-
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint; None if there is none."""
     places = list(folder.iterdir()) if folder.is_dir() else []
@@ -186,26 +170,20 @@ def read_checkpoint(place: Path) -> dict[str, Any]:
     """The plain data of a checkpoint, all of whose files are checked (RunError); every rank must call it."""
     state, problem = {}, ""
     try:
+        state = json.loads((place / "state.json").read_text("utf-8"))
+        if changed := find_change(state):
+            raise ValueError(f"state.json {changed}")
+        if state["step"] != int(place.name.removeprefix("step-")):
+            raise ValueError(f"it is of step {state['step']}")
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        state = _read_state(place, share=slice(_rank(), None, ranks))  # each file is read by one rank
+        for name in list(state["files"])[_rank() :: ranks]:  # each file is read by one rank
+            if _sum(place / name) != state["files"][name]:
+                raise ValueError(f"{name} was changed after it was written: its checksum does not match")
     except Exception as error:
         problem = str(error) or type(error).__name__
     with _damage(place):
         if problems := list(filter(None, _gather(problem))):
             raise ValueError(problems[0])
-    return state
-
-
-def _read_state(place: Path, kind: str = "", share: slice = slice(None)) -> dict[str, Any]:
-    """state.json; raises an error if it, or a file of this kind and share, is missing, damaged or of another step."""
-    state: dict[str, Any] = json.loads((place / "state.json").read_text("utf-8"))
-    if changed := find_change(state):
-        raise ValueError(f"state.json {changed}")
-    if state["step"] != int(place.name.removeprefix("step-")):
-        raise ValueError(f"it is of step {state['step']}")
-    for name in [name for name in state["files"] if name.startswith(kind)][share]:
-        if _sum(place / name) != state["files"][name]:
-            raise ValueError(f"{name} was changed after it was written: its checksum does not match")
     return state
 
 
@@ -215,10 +193,7 @@ def _sum(path: Path) -> str:
 
 
 def read_tensors(place: Path, kind: str, placed: Callable[[str], Tensor | None] = lambda name: None) -> Tensors:
-    """All tensors of one kind in a checkpoint, whether it is sharded or not, on as many ranks or not.
-
-    `placed` gives, for a name, a tensor; that of the same shape is on the same device, and sharded in the same way.
-    """
+    """All tensors of one kind, each on the device and sharded like what `placed` gives for its name and shape."""
     with _damage(place):
         if not (place / kind).is_dir():
             whole = safetensors.torch.load_file(place / f"{kind}.safetensors")
@@ -257,11 +232,11 @@ def _damage(place: Path) -> Iterator[None]:
         ) from error
 
 
-# Finished runs as the origin of weights
-
-
 def read_finished_run(path: Path, field: str, instead: str) -> tuple[dict[str, Any], Path]:
-    """Record and file of weights of the run in a folder; a `field` of the recipe names it, or something `instead`."""
+    """Record and file of weights of the run in a folder; a `field` of the recipe names it, or something `instead`.
+
+    The file of a sharded run is made from its shards.
+    """
     record = RunFolder(path).read_record()
     if record is None:
         raise RecipeError(f"{field}: no run in {path}: expected run.json there, or {instead}")
@@ -269,16 +244,10 @@ def read_finished_run(path: Path, field: str, instead: str) -> tuple[dict[str, A
     if record["status"] != "finished" or place is None:
         found = "has no checkpoint" if place is None else f"is not finished but {record['status']}"
         raise RecipeError(f"{field}: the run in {path} {found}")
-    return record, trained_weights(place, record)
-
-
-def trained_weights(place: Path, record: dict[str, Any]) -> Path:
-    """The file of weights in the last checkpoint of a finished run; that of a sharded run is made from its shards."""
-    path = place / "model.safetensors"
+    marks, weights = read_checkpoint(place)["logs"], place / "model.safetensors"
     with _damage(place):
-        state = _read_state(place, "model")
-        if state["logs"] != record.get("logs", state["logs"]):
+        if marks != record.get("logs", marks):
             raise ValueError("it is of another run than run.json")
-        if not path.exists():
-            write_atomically(path, safetensors.torch.save(read_tensors(place, "model")))
-    return path
+        if not weights.exists():
+            write_atomically(weights, safetensors.torch.save(read_tensors(place, "model")))
+    return record, weights

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
 from wellcond.lab.data.base import DataError
 from wellcond.lab.methods import MethodSettings, check_distinct
-from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
+from wellcond.lab.recipe import Recipe, config_hash, override_recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
-from wellcond.lab.train.run import Job, check_local_code, complete_record, run_job
+from wellcond.lab.train.run import Job, complete_record, describe_change, run_job
 from wellcond.lab.train.run_folder import RunError, RunFolder, read_sealed, write_sealed, writing
 from wellcond.models import ModelSpecError
 from wellcond.run_records import SCHEMA
@@ -43,25 +43,12 @@ class Outcome:
     failures: list[tuple[Job, str]] = field(default_factory=list)
     interrupted: bool = False
 
-    def take(self, record: dict[str, Any]) -> None:
-        """Add the record of a run that ended."""
-        self.records.append(record)
-        self.interrupted |= record["status"] == "interrupted"
-
-    def fail(self, job: Job, problem: str, observer: JobObserver) -> None:
-        """Add a run that failed."""
-        self.failures.append((job, problem))
-        observer(job, {"event": "failed", "problem": problem})
-
 
 def plan_comparison(
     recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], folder: Path, **options: Any
 ) -> list[Job]:
     """All runs, seed by seed, so that an interrupted comparison has complete pairs; each at its tuned values."""
-    check_local_code(recipe, trusted=options.get("local_code", False))
     check_distinct(methods)
-    if not methods:
-        raise RecipeError("expected methods to compare, found none; give --methods, or `methods` in the recipe")
     if recipe.baseline not in [method.label for method in methods]:
         raise RecipeError(f"the baseline {recipe.baseline!r} is not among the methods; add it, or set baseline")
     tuned = [recipe.at_tuned(method) for method in methods]
@@ -86,20 +73,14 @@ def check_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
     elif (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
         problem = f"a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} ({recipe.scale})"
     elif former.get("settings_hash", settings) != settings:
-        problem = f"a comparison of {recipe.name} under other settings{_what_differs(folder, recipe)}"
+        problem = f"a comparison of {recipe.name} under other settings"
+        if runs := sorted(folder.glob("*/seed*/run.json")):
+            there = (RunFolder(runs[0].parent).read_record() or {})["config"]
+            method = recipe.at_tuned(MethodSettings.model_validate(there["method"] | {"set": {}}))
+            problem += describe_change(there, override_recipe(recipe, method).config(method, there["seed"]))
     else:
         return former
     raise RunError(f"{folder} holds {problem}. Give another folder with --folder")
-
-
-def _what_differs(folder: Path, recipe: Recipe) -> str:
-    """The settings that differ from those of the first run of a comparison; empty if there is none."""
-    for path in sorted(folder.glob("*/seed*/run.json")):
-        there = (RunFolder(path.parent).read_record() or {})["config"]
-        method = recipe.at_tuned(MethodSettings.model_validate(there["method"] | {"set": {}}))
-        here = override_recipe(recipe, method).config(method, there["seed"])
-        return f" ({'; '.join(differences(with_effect(there), with_effect(here)))})"
-    return ""
 
 
 def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int]) -> None:
@@ -138,56 +119,47 @@ def run_comparison(
     Errors that concern every run (`FOR_ALL`) are raised; other failures are in the outcome.
     """
     at_once = max(1, min(num_workers, len(jobs)))
-    jobs = [job if job.at_once == at_once else replace(job, at_once=at_once) for job in jobs]
+    dispatch = Dispatch([job if job.at_once == at_once else replace(job, at_once=at_once) for job in jobs], observer)
     if ray is not None:
         from wellcond.lab.cluster import run_on_ray
 
-        return run_on_ray(jobs, num_workers=num_workers, observer=observer, settings=ray)
-    if at_once > 1:
-        return run_in_pool(jobs, num_workers=at_once, observer=observer)
-    outcome = Outcome()
-    with StopFlag().listening() as stop:
-        for job in jobs:
-            if stop.requested:
-                outcome.interrupted = True
-                break
-            try:
-                outcome.take(run_job(job, functools.partial(observer, job), stop=stop))
-            except FOR_ALL:
-                raise
-            except WellcondError as error:
-                if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                    raise  # other ranks may not have failed: continuing would mix runs
-                outcome.fail(job, str(error), observer)
-    return outcome
+        dispatch.skip_complete()
+        run_on_ray(dispatch, num_workers=num_workers, settings=ray)
+    elif at_once > 1:
+        dispatch.skip_complete()
+        run_in_pool(dispatch, num_workers=at_once)
+    else:
+        with StopFlag().listening() as stop:
+            while dispatch.waiting:
+                job = dispatch.waiting.popleft()
+                do_job(job, functools.partial(dispatch.handle, job), stop)
+                if stop.requested and dispatch.waiting:
+                    dispatch.stop()
+    return dispatch.outcome
 
-
-# Concurrent runs, in worker processes and on Ray
 
 Message = tuple[str, Any]
 """("event", event) during a run; at its end ("record", record), ("error", text) or ("error for all", text)."""
 
 
 class Dispatch:
-    """Queue and outcome of the jobs of a comparison; complete runs are not repeated."""
+    """Queue and outcome of the jobs of a comparison."""
 
     def __init__(self, jobs: Sequence[Job], observer: JobObserver) -> None:
-        self.waiting: deque[Job] = deque()
+        self.waiting = deque(jobs)
         self.outcome = Outcome()
         self.stopping = False
         self._observer = observer
         self._lost: set[Path] = set()
-        for job in jobs:
-            try:
-                record = complete_record(job)
-            except WellcondError as error:
-                self.outcome.fail(job, str(error), observer)
-            else:
-                if record is None:
-                    self.waiting.append(job)
-                else:
-                    observer(job, {"event": "end", "record": record, "repeated": True})
-                    self.outcome.take(record)
+
+    def skip_complete(self) -> None:
+        """Take complete runs out of the queue: they need no worker."""
+        for job in list(self.waiting):
+            with contextlib.suppress(WellcondError):  # a worker says what is wrong with a record
+                if (record := complete_record(job)) is not None:
+                    self.waiting.remove(job)
+                    self.handle(job, ("event", {"event": "end", "record": record}))
+                    self.handle(job, ("record", record))
 
     def stop(self) -> None:
         """Empty the queue."""
@@ -195,50 +167,44 @@ class Dispatch:
         self.waiting.clear()
 
     def handle(self, job: Job, message: Message) -> bool:
-        """Handle the message of a worker; True if it is the last one of its job."""
+        """Handle what a job sends; True if it is the last message."""
         kind, content = message
         if kind == "event":
             self._observer(job, content)
-            return False
-        if kind == "error for all":
-            raise WellcondError(content)
-        if kind == "record":
-            self.outcome.take(content)
+        elif kind == "record":
+            self.outcome.records.append(content)
+            self.outcome.interrupted |= content["status"] == "interrupted"
+        elif kind == "error":
+            self.outcome.failures.append((job, content))
+            self._observer(job, {"event": "failed", "problem": content})
         else:
-            self.outcome.fail(job, content, self._observer)
-        return True
+            raise WellcondError(content)
+        return kind != "event"
 
     def lose(self, job: Job, reason: str) -> None:
         """Put the job of a dead worker first in the queue, or fail it the second time."""
         if self.stopping:
             return
         if job.folder in self._lost:
-            self.outcome.fail(job, f"{job.title}: {reason}", self._observer)
+            self.handle(job, ("error", f"{job.title}: {reason}"))
         else:
             self._lost.add(job.folder)
             self._observer(job, {"event": "lost", "problem": reason})
             self.waiting.appendleft(job)
 
 
-def do_job(job: Job, send: Callable[[Message], None], stop: StopFlag) -> None:
-    """Run one job in a worker; if the connection is lost, the run writes a checkpoint, stops and can be resumed."""
-
-    def tell(event: Event) -> None:
-        try:
-            send(("event", event))
-        except OSError:
-            stop.requested = True
-
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            send(("record", run_job(job, tell, stop=stop)))
-        except WellcondError as error:  # as text: not every exception can be pickled
-            send(("error for all" if isinstance(error, FOR_ALL) else "error", str(error)))
+def do_job(job: Job, send: Callable[[Message], Any], stop: StopFlag) -> None:
+    """Run one job and send what becomes of it; an error that concerns every run is raised."""
+    try:
+        send(("record", run_job(job, lambda event: send(("event", event)), stop=stop)))
+    except WellcondError as error:
+        if isinstance(error, FOR_ALL) or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise  # other ranks may not have failed: continuing would mix runs
+        send(("error", str(error)))
 
 
-def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
-    """As `run_comparison`; a worker that dies is replaced and its run resumes; killed twice, it has failed."""
-    dispatch = Dispatch(jobs, observer)
+def run_in_pool(dispatch: Dispatch, *, num_workers: int) -> None:
+    """Run jobs in processes; one that dies is replaced and its run resumes; killed twice, the run has failed."""
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     workers: dict[Connection, Any] = {}
     """Processes, each by the connection to it."""
@@ -276,7 +242,6 @@ def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver)
                     else:
                         if dispatch.handle(running[connection], message):
                             del running[connection]
-        return dispatch.outcome
     finally:
         for connection, process in workers.items():
             connection.close()
@@ -287,6 +252,13 @@ def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver)
 
 def _work(connection: Connection) -> None:
     """Run jobs until the connection is closed."""
+
+    def send(message: Message) -> None:
+        try:
+            connection.send(message)
+        except OSError:  # the command is gone: the run writes a checkpoint and stops
+            stop.requested = True
+
     # Ctrl-C reaches every process of a terminal; the parent forwards it to its workers as SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
@@ -295,4 +267,7 @@ def _work(connection: Connection) -> None:
         except (EOFError, ConnectionError):
             return
         with StopFlag().listening() as stop:
-            do_job(job, connection.send, stop)
+            try:
+                do_job(job, send, stop)
+            except WellcondError as error:  # as text: not every exception can be pickled
+                send(("error for all", str(error)))

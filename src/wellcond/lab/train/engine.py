@@ -6,8 +6,8 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,36 +15,36 @@ from torch import Tensor, nn
 from wellcond.attention.distributed import is_sharded, reshard_, unwrap, whole
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
+from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive, seed_device
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Batch
-from wellcond.lab.train import checkpoint
+from wellcond.lab.train import checkpoint, evaluate
 from wellcond.lab.train.batches import UpdatePlan, fetch_batches
-from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, layer_numbers
-from wellcond.lab.train.length import Diverged, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
+from wellcond.lab.train.evaluate import ConditioningLog, WeightAverage, layer_numbers
+from wellcond.lab.train.length import Diverged, RunClock, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
 from wellcond.lab.train.optimizers import set_point
-
-if TYPE_CHECKING:
-    from wellcond.lab.train.run import Session
+from wellcond.lab.train.run_folder import RunFolder
 
 Event = dict[str, Any]
 Observer = Callable[[Event], None]
-SECONDS_BETWEEN_EVENTS = 0.2
 
 
-class Interrupted(Exception):
-    """Stopped on request, after a checkpoint."""
-
-
+@dataclass(eq=False)
 class Engine:
     """Trains one model. Only rank 0 writes to the folder, but for shards of checkpoints."""
 
-    def __init__(self, session: Session, task: AbstractTask, model: nn.Module) -> None:
-        self.session, self.task = session, task
-        self.recipe = recipe = session.job.recipe
-        self.accelerator = accelerator = session.accelerator
-        self.seed, self.folder = session.job.seed, session.folder
-        self.clock, self.observer = session.clock, session.observer
+    recipe: Recipe
+    seed: int
+    task: AbstractTask
+    model: nn.Module
+    accelerator: Any
+    folder: RunFolder
+    clock: RunClock
+    observer: Observer
+
+    def __post_init__(self) -> None:
+        recipe, task, accelerator = self.recipe, self.task, self.accelerator
         if accelerator.is_fsdp2 and not task.can_be_sharded:  # its ranks would deadlock
             name = recipe.task.model_dump()["name"]
             raise RecipeError(f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun) or alone")
@@ -68,23 +68,22 @@ class Engine:
         """Weights and buffers of the best evaluation so far, on the CPU."""
         self.state = TrainState()
         self.budget = TimeBudget(training.hours, self.clock, accelerator)
-        self.log = ConditioningLog(recipe, task, model, accelerator, per_epoch)
-        self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
-        self.average: WeightAverage | None = None
+        self.log = ConditioningLog(recipe, task, self.model, accelerator, per_epoch)
+        self.model, self.optimizer = accelerator.prepare(self.model, recipe.optimizer.build(self.model))
         self.evaluated_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Inside, the model has the average, if that is what is evaluated."""
-        if (averaging := training.averaging) is not None:
-            self.average = WeightAverage(unwrap(self.model), averaging.decay)
-            if averaging.evaluate:
+        self.average: WeightAverage | None = None
+        if training.averaging is not None:
+            self.average = WeightAverage(unwrap(self.model), training.averaging.decay)
+            if training.averaging.evaluate:
                 self.evaluated_weights = self.average.in_place
-        self.evaluator = Evaluator(recipe, task, self.model, accelerator)
         self.planned_steps, self.learning_rate = self.num_steps, 0.0
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.sharded = is_sharded(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
         self._losses: list[Tensor] = []
-        self.newest_loss: float | None = None
-        """Mean of the last row of steps.jsonl."""
+        self.results: dict[str, Any] = {}
+        """For the record, after the last update."""
 
     @property
     def full_updates(self) -> float:
@@ -96,7 +95,23 @@ class Engine:
         """Number of epochs completed."""
         return round(self.full_updates / self.plan.steps_per_epoch, 6)
 
-    # Resuming
+    def progress(self) -> dict[str, Any]:
+        """What the record says of the training so far."""
+        seconds, per_epoch = self.clock.now()["training"], self.plan.steps_per_epoch
+        return {
+            "final": self.state.final,
+            "best": self.state.best,
+            "progress": {
+                "step": self.state.step,
+                "num_steps": self.num_steps,
+                "epoch": self.epoch,
+                "num_epochs": round(self.num_steps / per_epoch, 6),
+                "steps_per_epoch": per_epoch,
+            },
+            "samples_per_second": self.full_updates * self.plan.batch_size / max(seconds, 1e-9),
+            "seconds_per_step": seconds / max(1, self.state.step),
+            **self.results,
+        }
 
     def resume(self) -> int:
         """Resume from the last checkpoint, if there is one; returns its step."""
@@ -145,19 +160,16 @@ class Engine:
                 checkpoint.save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
             self.accelerator.wait_for_everyone()
             if self.is_main:
-                self.session.write()
                 self.observer({"event": "saved", "step": step})
 
-    # Training
-
-    def train(self, stop: StopFlag) -> None:
-        """Train from the current step to the end; raises Diverged, or Interrupted after a checkpoint."""
+    def train(self, stop: StopFlag) -> bool:
+        """Train from the current step to the end; False if it was stopped, after a checkpoint. Raises Diverged."""
         state, training = self.state, self.recipe.training
         self.log.begin(self.model, state.step)
         if state.step == 0:
             self._measure_if_due(last=False)
             self._evaluate()
-        told = time.perf_counter()
+        told, shown = time.perf_counter(), None
         self._end_if_time_is_up()
         parts = self.plan.parts(self.full_updates, self.num_steps)
         batches = fetch_batches(self.task.train, parts, workers=training.workers, device=self.accelerator.device)
@@ -175,23 +187,33 @@ class Engine:
             state.step = done
             self._end_if_time_is_up()
             if logged:
-                self._log_step(norms)
-            if (now := time.perf_counter()) - told > SECONDS_BETWEEN_EVENTS:
-                event = {"event": "step", "step": done, "loss": self.newest_loss}
+                shown = self._log_step(norms)
+            if (now := time.perf_counter()) - told > 0.2:
+                event = {"event": "step", "step": done, "loss": shown}
                 self.observer(event | {"num_steps": self.budget.steps_expected(done, self.num_steps)})
                 told = now
-            self._at_boundaries(stop)
+            last = done == self.num_steps
+            self._measure_if_due(last=last)
+            if last or done % self.evaluate_every == 0:
+                self._evaluate()
+            # Several ranks synchronise only at logged steps.
+            synchronised = self.plan.processes == 1 or done % training.log_every == 0
+            stopping = synchronised and stop.any_rank(self.accelerator) and not last
+            if last or stopping or done % self.save_every == 0:
+                self.save()
+            if stopping:
+                return False
         self.clock.switch("evaluation")
         with self.evaluated_weights():
             if samples := self.task.write_samples(unwrap(self.model)):
-                self.session.record["samples"] = samples
+                self.results["samples"] = samples
         self._test()
+        return True
 
     def update(self, step: int, batches: Sequence[Batch], *, want_norms: bool) -> tuple[Tensor, dict[str, float]]:
-        """One update of the weights: forward, backward and step, over accumulations and ranks.
+        """One update of the weights; returns this rank's loss and norms of gradients before clipping.
 
-        The loss is divided by its number of terms over all parts and ranks. Returns the loss of this rank's share (the
-        mean over ranks is the loss of the update) and norms of gradients before clipping.
+        Losses are divided by the number of terms over all parts and ranks; their mean over ranks is that of the update.
         """
         accelerator, clip_norm = self.accelerator, self.recipe.training.clip_norm
         # Dropout differs between ranks, but not between methods, sessions or measured and unmeasured runs.
@@ -226,23 +248,8 @@ class Engine:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), norms
 
     def _end_if_time_is_up(self) -> None:
-        self.budget.look()
-        if self.budget.used >= 1:
+        if self.budget.look() >= 1:
             self.num_steps = self.state.step
-
-    def _at_boundaries(self, stop: StopFlag) -> None:
-        step = self.state.step
-        last = step == self.num_steps
-        self._measure_if_due(last=last)
-        if last or step % self.evaluate_every == 0:
-            self._evaluate()
-        # Several ranks synchronise only at logged steps.
-        synchronised = self.plan.processes == 1 or step % self.recipe.training.log_every == 0
-        stopping = synchronised and stop.any_rank(self.accelerator) and not last
-        if last or stopping or step % self.save_every == 0:
-            self.save()
-        if stopping:
-            raise Interrupted
 
     def _take_losses(self) -> None:
         """Move the losses of recent updates to the state, averaged over ranks; raises Diverged if one is not finite."""
@@ -255,12 +262,13 @@ class Engine:
         for number, value in enumerate(values):
             check_loss(value, first + number)
 
-    def _log_step(self, norms: dict[str, float]) -> None:
+    def _log_step(self, norms: dict[str, float]) -> float:
+        """Write a row of steps.jsonl; returns its loss."""
         step = self.state.step
         try:
             self._take_losses()
         finally:  # a loss that is not finite is logged too
-            mean = self.newest_loss = self.state.close_window()
+            mean = self.state.close_window()
             row: dict[str, Any] = {"step": step, "epoch": self.epoch, "loss": mean, "lr": self.learning_rate, **norms}
             if self.is_main:
                 self.folder.append("steps.jsonl", [row])
@@ -268,29 +276,28 @@ class Engine:
         factor, first = self.recipe.training.diverged_above, self.state.first_loss
         if factor is not None and first is not None:
             check_loss(mean, step, factor * max(first, 1e-6))
+        return mean
 
     def _track(self, group: str, values: dict[str, Any]) -> None:
         self.accelerator.log({f"{group}/{name}": value for name, value in values.items()}, step=self.state.step)
 
-    # Evaluation
-
     def _measure_if_due(self, *, last: bool) -> None:
         step = self.state.step
-        if not self.log.is_due(step, last=last):
+        if (due := self.log.due(step, last=last)) is None:
             return
         with self.clock.spent_on("measuring"):
             self.observer({"event": "phase", "phase": "measuring"})
-            rows = self.log.measure(step, last=last)
-            if rows and self.is_main:
+            points = self.log.measure(step, jacobian=due == "jacobian")
+            if points and self.is_main:
                 place = {"step": step, "epoch": self.epoch}
-                self.folder.append("conditioning.jsonl", (place | row for row in rows))
-                self.accelerator.log(layer_numbers(rows), step=step)
+                self.folder.append("conditioning.jsonl", (place | point.to_json_dict() for point in points))
+                self.accelerator.log(layer_numbers(points), step=step)
 
     def _evaluate(self) -> None:
         with self.clock.spent_on("evaluation"), self.evaluated_weights():
             self._take_losses()
             self.observer({"event": "phase", "phase": "evaluating"})
-            values = self.evaluator.score_all()
+            values = evaluate.score_all(self.recipe, self.task, self.model, self.accelerator)
             row: dict[str, Any] = {"step": self.state.step, "epoch": self.epoch, **values}
             row |= {"train_loss": self.state.close_evaluation(), "seconds": self.clock.now()["training"]}
             if self.is_main:
@@ -320,12 +327,12 @@ class Engine:
                 checkpoint.load_model_(self.model, self.best_weights)
                 tested, self.evaluated_weights = self.state.best, contextlib.nullcontext
             with self.evaluated_weights():
-                values = self.evaluator.score(samples)
+                values = evaluate.score(self.recipe, self.task, self.model, self.accelerator, samples)
             assert tested is not None
             if not math.isfinite(loss := values["loss"]):
                 raise Diverged(f"the loss on the test split is {loss} with the weights of step {tested['step']}")
             row = {"step": tested["step"], "epoch": tested["epoch"], "weights": weights, **values}
-            self.session.record["test"] = row
+            self.results["test"] = row
             if self.is_main:
                 self._track("test", values)
             self.observer({"event": "test", "row": row})

@@ -1,8 +1,4 @@
-"""What is looked at during a run: the score of the weights, or of their EMA, the best weights, and the conditioning.
-
-Conditioning is measured at steps fixed in advance, so that the record does not depend on the speed of the machine; only
-the end of a run with a time budget is not known before.
-"""
+"""What is looked at during a run, at steps fixed in advance: scores of the weights or their EMA, and conditioning."""
 
 from __future__ import annotations
 
@@ -10,21 +6,21 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean, geometric_mean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from wellcond.attention.distributed import reshard_, unwrap
 from wellcond.attention.find import find_attention
+from wellcond.integrations.watch import Summaries, summarise
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Samples, evaluating
 from wellcond.lab.train.batches import evaluation_parts, fetch_batches
 from wellcond.lab.train.checkpoint import model_tensors
-from wellcond.tracking import ConditionTracker
+from wellcond.tracking import ConditionTracker, TrackPoint
 
 
 class WeightAverage:
@@ -33,10 +29,7 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self._model = decay, model
         self._weights = dict(model.named_parameters())
-        self.state = self._copied()
-
-    def _copied(self) -> dict[str, Tensor]:
-        return {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self.state = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -46,19 +39,20 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the average for a while."""
-        kept = self._copied()
-        self._copy_(self.state)
+        """The model has the average for a while, and the other way round."""
+        self._swap()
         try:
             yield
         finally:
-            self._copy_(kept)
+            self._swap()
 
     @torch.no_grad()
-    def _copy_(self, values: dict[str, Tensor]) -> None:
+    def _swap(self) -> None:
         reshard_(self._model)  # after a forward pass without a backward, FSDP2 would use gathered weights once more
         for name, weight in self._weights.items():
-            weight.copy_(values[name])
+            weight_now = weight.detach().clone()
+            weight.copy_(self.state[name])
+            self.state[name].copy_(weight_now)
 
     def load_(self, state: dict[str, Tensor]) -> None:
         """Take the values of a checkpoint."""
@@ -66,51 +60,38 @@ class WeightAverage:
             value.copy_(state[name])
 
 
-@dataclass(frozen=True)
-class Evaluator:
-    """Scores the weights of a model as Accelerate prepared it."""
-
-    recipe: Recipe
-    task: AbstractTask
-    model: nn.Module
-    accelerator: Any
-
-    def score_all(self) -> dict[str, float]:
-        """Score the evaluation set, or its first samples, and the task's further sets."""
-        values = self.score(self.task.evaluation, self.recipe.evaluation.samples)
-        for prefix, samples in self.task.further.items():
-            values |= {f"{prefix}_{name}": value for name, value in self.score(samples).items()}
-        return values
-
-    def score(self, samples: Samples, at_most: int | None = None) -> dict[str, float]:
-        """Score a set, or its first samples; every rank must call it."""
-        accelerator, count = self.accelerator, min(len(samples), at_most or len(samples))
-        rank, processes = accelerator.process_index, accelerator.num_processes
-        parts = evaluation_parts(count, self.recipe.evaluation.batch_size, rank, processes)
-        batches = fetch_batches(samples, parts, workers=self.recipe.training.workers, device=accelerator.device)
-        totals: dict[str, Tensor] = {}
-        records: list[tuple[int, Any]] = []
-        with evaluating(self.model):
-            for batch in batches:
-                sums_of_batch = self.task.score(self.model, batch)
-                records += sums_of_batch.pop("records", [])
-                for name, value in sums_of_batch.items():
-                    totals[name] = totals[name] + value if name in totals else value
-        if processes > 1:
-            from accelerate.utils import gather_object
-
-            totals = accelerator.reduce(totals, reduction="sum")
-            records = gather_object(records)
-        # Most sums are numbers; a confusion matrix or the predictions of a whole set are not.
-        sums: dict[str, Any] = {name: value.tolist() if value.dim() else float(value) for name, value in totals.items()}
-        sums["records"] = [record for _, record in sorted(records, key=lambda numbered: numbered[0])]
-        return self.task.metrics(sums, samples)
+def score_all(recipe: Recipe, task: AbstractTask, model: nn.Module, accelerator: Any) -> dict[str, float]:
+    """Score the evaluation set, or its first samples, and the task's further sets."""
+    values = score(recipe, task, model, accelerator, task.evaluation, recipe.evaluation.samples)
+    for prefix, samples in task.further.items():
+        found = score(recipe, task, model, accelerator, samples)
+        values |= {f"{prefix}_{name}": value for name, value in found.items()}
+    return values
 
 
-# Conditioning
+def score(
+    recipe: Recipe, task: AbstractTask, model: nn.Module, accelerator: Any, samples: Samples, most: int | None = None
+) -> dict[str, float]:
+    """Score a set, or its first samples, with a model as Accelerate prepared it; every rank must call it."""
+    count, processes = min(len(samples), most or len(samples)), accelerator.num_processes
+    parts = evaluation_parts(count, recipe.evaluation.batch_size, accelerator.process_index, processes)
+    totals: dict[str, Tensor] = {}
+    records: list[tuple[int, Any]] = []
+    with evaluating(model):
+        for batch in fetch_batches(samples, parts, workers=recipe.training.workers, device=accelerator.device):
+            sums_of_batch = task.score(model, batch)
+            records += sums_of_batch.pop("records", [])
+            for name, value in sums_of_batch.items():
+                totals[name] = totals[name] + value if name in totals else value
+    if processes > 1:
+        from accelerate.utils import gather_object
 
-
-MOST_POINTS = 100_000
+        totals = accelerator.reduce(totals, reduction="sum")
+        records = gather_object(records)
+    # Most sums are numbers; a confusion matrix or the predictions of a whole set are not.
+    sums: dict[str, Any] = {name: value.tolist() if value.dim() else float(value) for name, value in totals.items()}
+    sums["records"] = [record for _, record in sorted(records, key=lambda numbered: numbered[0])]
+    return task.metrics(sums, samples)
 
 
 def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
@@ -130,7 +111,7 @@ class ConditioningLog:
     """A `ConditionTracker` on rank 0; on every rank if weights are sharded, which gathers one attention at a time.
 
     Where Accelerate made the forward pass round to half precision, a plain copy on rank 0 is brought up to date and
-    measured instead. Under FSDP2 only the inputs of an attention are rounded; its weights are read as they are stored.
+    measured instead; under FSDP2 only the inputs of an attention are rounded.
     """
 
     def __init__(
@@ -141,13 +122,13 @@ class ConditioningLog:
         num_steps, every = recipe.training.length.in_steps(steps_per_epoch), recipe.tracking.weights_every
         self.jacobian = jacobian_steps(recipe.tracking.jacobian_points, num_steps)
         self.weights_every = None if every is None else every.in_steps(steps_per_epoch)
-        if self.weights_every is not None and num_steps // self.weights_every > MOST_POINTS:
+        if self.weights_every is not None and num_steps // self.weights_every > 100_000:
             raise RecipeError(
-                f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every "
-                f"{self.weights_every} of {num_steps} steps; give a longer interval"
+                f"tracking.weights_every: expected at most 100000 measurements, found one every {self.weights_every} "
+                f"of {num_steps} steps; give a longer interval"
             )
-        asked = self.jacobian or self.weights_every
-        self._measures = bool(asked) and (accelerator.is_main_process or accelerator.is_fsdp2)
+        asked = bool(self.jacobian or self.weights_every)
+        self._measures = asked and (accelerator.is_main_process or accelerator.is_fsdp2)
         rounded = accelerator.mixed_precision != "no" and not accelerator.is_fsdp2
         self._copy = copy.deepcopy(plain) if self._measures and rounded else None
         self._model: nn.Module = plain
@@ -171,37 +152,34 @@ class ConditioningLog:
             measured, probe, every=(), heads=settings.heads, budget=None, first_step=step, samples=settings.samples
         )
 
-    def is_due(self, step: int, *, last: bool, jacobian: bool = False) -> bool:
-        """Whether anything, or the Jacobian, is measured after this step."""
+    def due(self, step: int, *, last: bool) -> Literal["jacobian", "weights"] | None:
+        """What is measured after this step; with a Jacobian also weights."""
         if step in self.jacobian or (last and self.jacobian):
-            return True
-        return not jacobian and self.weights_every is not None and (last or step % self.weights_every == 0)
+            return "jacobian"
+        return "weights" if self.weights_every is not None and (last or step % self.weights_every == 0) else None
 
-    def measure(self, step: int, *, last: bool) -> list[dict[str, Any]]:
-        """Rows of a step at which something is due; every rank must call it."""
+    def measure(self, step: int, *, jacobian: bool) -> list[TrackPoint]:
+        """Measure what is due at a step; every rank must call it."""
         if self._tracker is None:
             return []
         if self._copy is not None:
             self._copy.load_state_dict(model_tensors(self._model))
         self._tracker.num_steps = step
-        points = self._tracker.measure_now(jacobian=self.is_due(step, last=last, jacobian=True))
-        return [point.to_json_dict() for point in points]
+        return self._tracker.measure_now(jacobian=jacobian)
 
 
-FOR_TRACKERS = {"kappa_J": "pseudo_condition_number", "kappa_W_Q": "kappa_q", "kappa_W_K": "kappa_k",
-                "kappa_W_V": "kappa_v", "entropy": "normalised_entropy"}  # fmt: skip
-"""What trackers get of every layer, and the field of a row whose mean over heads it is."""
+FOR_TRACKERS: Summaries = [
+    ("kappa_J", "pseudo_condition_number", geometric_mean),
+    *((f"kappa_W_{role.upper()}", f"kappa_{role}", geometric_mean) for role in "qkv"),
+    ("entropy", "normalised_entropy", fmean),
+    ("dead_heads", "dead", sum),
+]
 
 
-def layer_numbers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Rows of one step as numbers for a tracker, grouped by layer; loggers want finite ones, so others are left out."""
+def layer_numbers(points: Sequence[TrackPoint]) -> dict[str, float]:
+    """Points of one step as numbers for a tracker, grouped by layer."""
     numbers: dict[str, float] = {}
-    for layer in dict.fromkeys(row["layer"] for row in rows):
-        heads = [row for row in rows if row["layer"] == layer]
-        for name, key in FOR_TRACKERS.items():
-            values = [float("nan" if head.get(key) is None else head[key]) for head in heads]
-            if finite := [value for value in values if math.isfinite(value)]:
-                mean = fmean if name == "entropy" else geometric_mean
-                numbers[f"conditioning/{layer}/{name}"] = mean(finite)
-        numbers[f"conditioning/{layer}/dead_heads"] = float(sum(bool(head["dead"]) for head in heads))
+    for layer in dict.fromkeys(point.layer for point in points):
+        heads = [point.to_dict() for point in points if point.layer == layer]
+        numbers |= summarise(f"conditioning/{layer}/", heads, FOR_TRACKERS)
     return numbers

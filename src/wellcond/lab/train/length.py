@@ -19,35 +19,28 @@ import torch
 
 
 def ramped_parts(share: float | None, parts: int, point: int, num_steps: int) -> int:
-    """Parts of the update at a point of a schedule, as in Crammed BERT, whose batch is full after 60 % of the time.
-
-    The first updates have fewer parts, so that there are more updates in a given time. `share` is that of the schedule
-    after which the batch has all its parts; None for a full batch from the start.
-    """
+    """Parts of the update at a point of a schedule, all of them after a `share` of it; fewer parts, more updates."""
     return parts if share is None else min(parts, math.ceil(parts * (point + 1) / (share * num_steps)))
 
 
 class TimeBudget:
-    """Training for a given time, as in Crammed BERT's 24 hours; evaluating, measuring and saving do not count.
-
-    Such a run is not reproducible to the bit: how far the schedule is depends on the speed of the machine.
-    """
+    """Training for a given time, as in Crammed BERT's 24 hours; evaluating, measuring and saving do not count."""
 
     def __init__(self, hours: float | None, clock: RunClock, accelerator: Any) -> None:
-        """None for no limit; the clock of a resumed run counts earlier sessions."""
         self.hours, self.clock, self.accelerator = hours, clock, accelerator
         self.used = 0.0
         """Share of the time when it was last looked at; training ends at 1."""
 
-    def look(self) -> None:
-        """Read the clock of rank 0; every rank must call it, and all see the same."""
+    def look(self) -> float:
+        """Share of the time by the clock of rank 0; every rank must call it, and all see the same."""
         if self.hours is None:
-            return
+            return 0.0
         self.used = min(1.0, self.clock.now()["training"] / (3600 * self.hours))
         if self.accelerator.num_processes > 1:
             from accelerate.utils import broadcast
 
             self.used = float(broadcast(torch.tensor(self.used, device=self.accelerator.device)))
+        return self.used
 
     def steps_expected(self, step: int, num_steps: int) -> int:
         """Number of updates at the present pace, at most `num_steps`."""
@@ -82,7 +75,6 @@ class TrainState:
     sum_since_evaluation: float = 0.0
     count_since_evaluation: int = 0
     first_loss: float | None = None
-    """Loss of the first update, which divergence is judged against."""
     final: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
 
@@ -107,34 +99,26 @@ class TrainState:
         return total / count if count else None
 
 
-ACTIVITIES = ("setup", "training", "evaluation", "measuring", "checkpointing")
-
-
 class RunClock:
-    """Wall time of a run, split by activity.
-
-    A device works through a queue, so that the time of an update passes when somebody waits for it: before another
-    activity begins, the clock waits, and the time counts for the one that asked for the work.
-    """
+    """Wall time of a run, split by activity; before another one begins, it waits for what was queued on the device."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Time counts as setting up at first."""
         self.device = device
-        self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self.seconds = dict.fromkeys(("setup", "training", "evaluation", "measuring", "checkpointing"), 0.0)
         self._since, self._activity = time.perf_counter(), "setup"
 
     def synchronize(self) -> None:
-        """Wait for the work that is queued on the device; a CPU has none."""
+        """Wait for a device that works through a queue."""
         if self.device is not None and self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
 
     def switch(self, activity: str) -> str:
         """From now on time counts for another activity; returns the former one."""
-        if activity != self._activity:
+        if activity != (former := self._activity):
             self.synchronize()
         now = time.perf_counter()
-        self.seconds[self._activity] += now - self._since
-        self._since, former, self._activity = now, self._activity, activity
+        self.seconds[former] += now - self._since
+        self._since, self._activity = now, activity
         return former
 
     @contextlib.contextmanager
@@ -147,7 +131,7 @@ class RunClock:
             self.switch(former)
 
     def now(self) -> dict[str, float]:
-        """Seconds so far, without waiting for the device: what is queued counts once it has been waited for."""
+        """Seconds so far, without waiting for the device."""
         self.switch(self._activity)
         return {name: round(value, 6) for name, value in self.seconds.items()}
 
@@ -166,10 +150,9 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: of the GPU where there is one, of the process otherwise; 0 where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with contextlib.suppress(OSError):
-        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        return int(found[1]) * 1024 if found else 0
-    return 0
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    return int(found[1]) * 1024 if found else 0
 
 
 class StopFlag:
@@ -178,7 +161,7 @@ class StopFlag:
     requested = False
 
     def any_rank(self, accelerator: Any) -> bool:
-        """True if any rank has been asked to stop; every rank must call it."""
+        """Whether any rank has been asked to stop; every rank must call it."""
         if accelerator.num_processes == 1:
             return self.requested
         flag = torch.tensor(float(self.requested), device=accelerator.device)
@@ -200,6 +183,5 @@ class StopFlag:
         try:
             yield self
         finally:
-            for number, handler in former.items():
-                # None: the handler was not set from Python and cannot be restored.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            for number, handler in former.items():  # None if it was not set from Python
+                signal.signal(number, handler or signal.SIG_DFL)

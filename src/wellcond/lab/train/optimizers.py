@@ -1,7 +1,6 @@
 """Optimisers with weight decay on matrices only and a learning rate of their own for Q and K; schedules.
 
-A schedule is a pure function of the step, so that there is nothing to save or restore. It gives a `Point` for update
-number t = 0, 1, ..., T-1: the learning rate as a share of the peak and, for one_cycle with momentum, the first beta.
+A schedule is a pure function of the number of the update, t = 0, 1, ..., T-1: there is nothing to save or restore.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from wellcond.lab.settings import Fraction, Interval, RecipeError, Settings, cho
 
 @dataclass(frozen=True)
 class Point:
-    """What the optimiser is set to for one update."""
+    """What the optimiser is set to for one update: the share of the peak learning rate, and a first beta."""
 
     factor: float
     beta1: float | None = None
@@ -96,12 +95,10 @@ class OneCycle(Settings):
         """For update number t."""
         top = self.rise * num_steps - 1
         if t <= top:
-            share = t / top if top > 0 else 1.0
-            factor, beta = self._between(1 / 25, 1.0, share), self._between(0.95, 0.85, share)
+            share, factors, betas = t / top if top > 0 else 1.0, (1 / 25, 1.0), (0.95, 0.85)
         else:
-            share = (t - top) / max(1e-12, num_steps - 1 - top)
-            factor, beta = self._between(1.0, 1 / 25e4, share), self._between(0.85, 0.95, share)
-        return Point(factor, beta if self.cycle_momentum else None)
+            share, factors, betas = (t - top) / max(1e-12, num_steps - 1 - top), (1.0, 1 / 25e4), (0.85, 0.95)
+        return Point(self._between(*factors, share), self._between(*betas, share) if self.cycle_momentum else None)
 
     def _between(self, start: float, end: float, share: float) -> float:
         if self.anneal == "linear":
@@ -157,8 +154,7 @@ class AdamW(Settings):
 class Muon(AdamW):
     """torch.optim.Muon for the matrices of the blocks, AdamW for all else: embeddings, positions, head, norms, biases.
 
-    Its step is scaled to the size of AdamW's (``match_rms_adamw``), so that learning rates of both are alike. A fused
-    Q, K, V is one matrix for it.
+    Its step is scaled to the size of AdamW's, so that learning rates are alike. A fused Q, K, V is one matrix for it.
     """
 
     name: Literal["muon"] = "muon"  # type: ignore[assignment]
@@ -203,12 +199,11 @@ def stretching(optimizer: torch.optim.Optimizer, model: nn.Module, factor: float
         sites = find_attention(model)
     except WellcondError as error:
         raise RecipeError(f"optimizer.qk_lr_factor: {error}") from error
-    numbers: dict[tuple[Tensor, int], set[int]] = {}
-    """Of the rows in each weight that holds some, on one of its axes."""
+    numbers: dict[tuple[Tensor, int], set[int]] = {}  # of rows, by weight and axis
     for slot in (site.by_role(role) for site in sites for role in ("query", "key")):
         numbers.setdefault((slot.parameter, int(slot.transposed)), set()).update(slot.rows.flatten().tolist())
     held = [(weight, axis, torch.tensor(sorted(rows))) for (weight, axis), rows in numbers.items()]
-    kept: list[tuple[Tensor, int, Tensor, Tensor]] = []
+    before: list[Tensor] = []
 
     def keep(*_: Any) -> None:
         if any(is_distributed(weight) for group in optimizer.param_groups for weight in group["params"]):
@@ -217,14 +212,13 @@ def stretching(optimizer: torch.optim.Optimizer, model: nn.Module, factor: float
                 "learning rate of their own; use DDP or one process, or qk_lr_factor: 1"
             )
         held[:] = [(weight, axis, rows.to(weight.device)) for weight, axis, rows in held]  # sent to a GPU once
-        kept.extend((weight, axis, rows, weight.detach().index_select(axis, rows)) for weight, axis, rows in held)
+        before[:] = [weight.detach().index_select(axis, rows) for weight, axis, rows in held]
 
     @torch.no_grad()
     def stretch(*_: Any) -> None:
-        for weight, axis, rows, before in kept:
-            after = weight.index_select(axis, rows)
-            weight.index_copy_(axis, rows, before + factor * (after - before))
-        kept.clear()
+        for (weight, axis, rows), old in zip(held, before, strict=True):
+            weight.index_copy_(axis, rows, old + factor * (weight.index_select(axis, rows) - old))
+        before.clear()
 
     optimizer.register_step_pre_hook(keep)
     optimizer.register_step_post_hook(stretch)
@@ -258,9 +252,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._muon, self._adamw = muon, adamw
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update by both, each with its groups and the state of all, which may have been loaded since."""
-        loss = None if closure is None else closure()
         number = len(self._muon.param_groups)
         self._muon.param_groups, self._adamw.param_groups = self.param_groups[:number], self.param_groups[number:]
         self._muon.state = self._adamw.state = self.state
@@ -269,4 +262,3 @@ class MuonAndAdamW(torch.optim.Optimizer):
         with InSingle() if on_cpu else contextlib.nullcontext():
             self._muon.step()
         self._adamw.step()
-        return loss

@@ -20,11 +20,8 @@ from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, evaluating
-from wellcond.models import ModelSpecError, build_model
+from wellcond.models import ModelSpecError, build_model, is_local_code
 from wellcond.weights import load_weights
-
-CALIBRATION_SAMPLES = 64
-"""Of the training set, for starts that are calibrated on data."""
 
 
 def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
@@ -36,9 +33,8 @@ def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
     AcceleratorState._reset_state()  # the precision of an earlier run of this process must not persist
     trackers, installed = list(recipe.logging.trackers), [str(name) for name in get_available_trackers()]
     if missing := [name for name in trackers if name not in installed]:  # Accelerate would skip them
-        raise RecipeError(
-            f"logging.trackers: {missing[0]!r} is not installed or not known; expected one of {', '.join(installed)}"
-        )
+        expected = ", ".join(installed)
+        raise RecipeError(f"logging.trackers: {missing[0]!r} is not installed or not known; expected one of {expected}")
     try:
         accelerator = Accelerator(
             mixed_precision=recipe.precision.mixed,
@@ -63,22 +59,21 @@ def _shard_on_cpu(accelerator: Any) -> None:
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
 
 
-_KEPT: dict[str, AbstractTask] = {}
+_KEPT: dict[tuple[Any, ...], AbstractTask] = {}
 
 
 def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Progress | None = None) -> AbstractTask:
     """The task of a recipe with its data; the last one is kept, since the runs of a comparison share it."""
     parts = [part.model_dump_json() for part in (recipe.task, recipe.data, recipe.augmentation)]
     with_test = recipe.evaluation.test is not None
-    key = json.dumps([*parts, seed, str(base), with_test])
+    key = (*parts, seed, base, with_test)
     if key not in _KEPT:
-        _KEPT.clear()
-        name = recipe.task.model_dump()["name"]
+        _KEPT.clear()  # before the next is made: there may be no room for two
         with progress_to(progress):
             data = load_cached_data(parts[1], base)
-            task = TASKS[name][1](recipe.task, TaskContext(data, seed, recipe.augmentation, base, with_test))
-        task.data = data
-        _KEPT[key] = task
+            context = TaskContext(data, seed, recipe.augmentation, base, with_test)
+            _KEPT[key] = TASKS[recipe.task.model_dump()["name"]][1](recipe.task, context)
+        _KEPT[key].data = data
     return _KEPT[key]
 
 
@@ -99,18 +94,21 @@ def prepare_model(
 ) -> nn.Module:
     """Build the model and apply the method. A seed fixes every other weight, so that methods are paired."""
     settings, proxy = recipe.model, None if method.library else recipe.proxy
-    name = located(settings.name, base)
+    root, name = base or Path(), settings.name
+    kind, _, rest = name.partition(":")
+    if is_local_code(name):
+        name = str(root / name)
+    elif kind == "hf" and (root / rest).is_dir():
+        name = f"hf:{root / rest}"
     drawn_again = method.init == "default" and method.init_options and method.init_options.get("rule") != "torch"
     if proxy is not None and drawn_again:
         raise RecipeError(
             f"proxy: {method.label} draws the attention again at the scale of the library; expected default, which "
             "is scale-true, or default(library=true)"
         )
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "model"))
-        needed = task.model_arguments(settings.name.partition(":")[0])
-        model = _build(name, settings.arguments, task, local_code, needed)
+        model = _build(name, settings.arguments, task, local_code, task.model_arguments(kind))
         check = functools.partial(_check_takes, model, task, settings.name)
         if settings.norms != "keep":
             remove_norms_(model, settings.norms, check)
@@ -122,10 +120,10 @@ def prepare_model(
     if proxy is not None:
         scale_true_(model, proxy.width)
     if settings.weights is not None:
-        load_weights(model, (base or Path()) / settings.weights)
+        load_weights(model, root / settings.weights)
     if settings.encoder is not None:
-        path = (base or Path()) / settings.encoder.replace("{method}", method.slug).replace("{seed}", str(seed))
-        load_encoder(model, path, method)
+        path = settings.encoder.replace("{method}", method.slug).replace("{seed}", str(seed))
+        load_encoder(model, root / path, method)
         if "{method}" in settings.encoder:  # its initialisation was that of pre-training
             method = method.model_copy(update={"init": "default", "init_options": {}, "tokens": {}})
 
@@ -133,20 +131,9 @@ def prepare_model(
         return _build(name, {}, task, local_code=False, needed=task.model_arguments(name.partition(":")[0]) | given)
 
     def forward(model: nn.Module) -> None:
-        batch = task.train.fetch([(sample, 0) for sample in range(min(CALIBRATION_SAMPLES, len(task.train)))])
-        task.loss(model, batch)
+        task.loss(model, task.train.fetch([(sample, 0) for sample in range(min(64, len(task.train)))]))
 
     return method.apply_(model, seed=derive(seed, "method"), base=base, build=build_teacher, forward=forward)
-
-
-def located(name: str, base: Path | None) -> str:
-    """A model's name with the file or folder in it taken from the recipe's folder."""
-    kind, _, rest = name.partition(":")
-    if base is None or kind in ("timm", "wellcond"):
-        return name
-    if kind == "hf":
-        return f"hf:{base / rest}" if (base / rest).is_dir() else name
-    return str(base / name)
 
 
 def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:

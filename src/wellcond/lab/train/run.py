@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import traceback
 from dataclasses import asdict, dataclass
@@ -22,12 +23,13 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
-from wellcond.lab.train.engine import Engine, Interrupted, Observer
+from wellcond.lab.train.engine import Engine, Event, Observer
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory
 from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_task
 from wellcond.lab.train.run_folder import RunError, RunFolder
 from wellcond.models import TRUST_NEEDED, is_local_code
 from wellcond.run_records import COMPLETE, SCHEMA
+from wellcond.version import __version__
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,12 @@ class Job:
     local_code: bool = False
     at_once: int = 1
     """Number of concurrent runs of the comparison, including this one."""
+    keep_checkpoints: bool = True
+    """Whether those of a complete run stay."""
 
     def __post_init__(self) -> None:
+        if is_local_code(self.recipe.model.name) and not self.local_code:
+            raise RecipeError(TRUST_NEEDED.format(self.recipe.model.name))
         object.__setattr__(self, "recipe", override_recipe(self.recipe, self.method))
 
     @property
@@ -63,59 +69,52 @@ class Job:
 def run_job(job: Job, observer: Observer = lambda event: None, *, stop: StopFlag | None = None) -> dict[str, Any]:
     """Train a run, or resume it; returns its record, with status ``finished``, ``diverged`` or ``interrupted``.
 
-    Ctrl-C and SIGTERM stop it, unless the caller handles signals and has a stop flag.
-
-    Raises: FolderInUse while another command runs it; WellcondError if it fails, which its record says too.
+    Ctrl-C and SIGTERM stop it, unless the caller handles signals and has a stop flag. WellcondError if it fails, which
+    its record says too; FolderInUse while another command runs it.
     """
-    check_local_code(job.recipe, trusted=job.local_code)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
-    folder = RunFolder(job.folder)
-    with contextlib.ExitStack() as held:
-        _lock(folder, accelerator, held)
-        complete = complete_record(job)
-        if complete is None:
-            flag = held.enter_context(StopFlag().listening()) if stop is None else stop
-            return Session(job, folder, accelerator, observer).run(flag)
-        accelerator.wait_for_everyone()
-        observer({"event": "end", "record": complete, "repeated": True})
-        return complete
-
-
-def _lock(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) -> None:
-    """Lock the folder on rank 0; RunError, on every rank, if it cannot be used."""
     from accelerate.utils import broadcast_object_list
 
-    problem = None
-    if accelerator.is_main_process:
-        try:
-            held.enter_context(folder.opened(patience=5))  # what was killed a moment ago may still be ending
-        except RunError as error:
-            problem = error
-    [problem] = broadcast_object_list([problem])
-    if problem is not None:
-        raise problem
-
-
-def check_local_code(recipe: Recipe, *, trusted: bool) -> None:
-    """Raise RecipeError if a recipe names a file of code that is not trusted."""
-    if is_local_code(recipe.model.name) and not trusted:
-        raise RecipeError(TRUST_NEEDED.format(recipe.model.name))
+    folder, problem = RunFolder(job.folder), None
+    with contextlib.ExitStack() as held:
+        if accelerator.is_main_process:
+            try:
+                held.enter_context(folder.opened(patience=5))  # what was killed a moment ago may still be ending
+            except RunError as error:
+                problem = error
+        [problem] = broadcast_object_list([problem])
+        if problem is not None:
+            raise problem
+        record = complete_record(job)
+        if record is None:
+            flag = held.enter_context(StopFlag().listening()) if stop is None else stop
+            record = Session(job, folder, accelerator, observer).run(flag)
+        else:
+            accelerator.wait_for_everyone()
+            observer({"event": "end", "record": record})
+        if record["status"] in COMPLETE and not job.keep_checkpoints and accelerator.is_main_process:
+            shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
+        return record
 
 
 def complete_record(job: Job) -> dict[str, Any] | None:
     """The record of a complete run; None if it is missing or incomplete. RunError if it has other settings."""
     record = RunFolder(job.folder).read_record()
-    if record is not None and config_hash(record["config"]) != config_hash(job.config):
-        raise RunError(
-            f"{job.folder} holds a run with other settings ("
-            f"{'; '.join(differences(with_effect(record['config']), with_effect(job.config)))}). Give another folder, "
-            "or delete this one"
-        )
-    return record if record is not None and record["status"] in COMPLETE else None
+    if record is None:
+        return None
+    if config_hash(record["config"]) != config_hash(job.config):
+        other = f"other settings{describe_change(record['config'], job.config)}"
+        raise RunError(f"{job.folder} holds a run under {other}. Give another folder, or delete this one")
+    return record if record["status"] in COMPLETE else None
+
+
+def describe_change(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """Which settings of two runs differ."""
+    return f" ({'; '.join(differences(with_effect(there), with_effect(here)))})"
 
 
 class Session:
-    """One process's session of one run."""
+    """One process's session of one run: it has the record, which an engine's progress goes into."""
 
     def __init__(self, job: Job, folder: RunFolder, accelerator: Any, observer: Observer) -> None:
         self.job, self.folder, self.accelerator, self.observer = job, folder, accelerator, observer
@@ -142,14 +141,13 @@ class Session:
             self.record["reproducible"] = False  # its schedule follows the clock
 
     def run(self, stop: StopFlag) -> dict[str, Any]:
-        """Train until the end or until it is stopped; returns the record. Raises WellcondError if the run fails."""
+        """Train until the end or until it is stopped; returns the record."""
         try:
-            self._set_up().train(stop)
-            return self._close("finished")
+            if self._set_up().train(stop):
+                return self._close("finished")
+            return self._close("interrupted", "stopped on request; run the same command to resume")
         except Diverged as error:
             return self._close("diverged", str(error))
-        except Interrupted:
-            return self._close("interrupted", "stopped on request; run the same command to resume")
         except KeyboardInterrupt:
             self._close("interrupted", "stopped at once; run the same command to resume from the last checkpoint")
             raise
@@ -182,15 +180,15 @@ class Session:
             "parameters": sum(p.numel() for p in model.parameters()),
             "attentions": len(find_attention(model, strict=False)),
         }
-        self.engine = engine = Engine(self, task, model)
+        parts = task, model, self.accelerator, self.folder, self.clock, self._observe
+        self.engine = engine = Engine(recipe, job.seed, *parts)
         step = engine.resume()
         self.record["sessions"] = [*self.record["sessions"], describe_session(self.accelerator, step, job.at_once)]
         self.write()
         if recipe.logging.trackers:
             values = {"method": job.method.label, "seed": job.seed, "recipe": recipe.name}
             self.accelerator.init_trackers("wellcond", config=values)
-        sizes = {"num_steps": engine.num_steps, "batch_size": recipe.training.batch_size}
-        observer({"event": "start", "step": step, **sizes})
+        observer({"event": "start", "step": step, "num_steps": engine.num_steps})
         return engine
 
     def _describe_task(self, task: AbstractTask) -> None:
@@ -225,50 +223,43 @@ class Session:
         self.write()
         for tracker in self.accelerator.trackers:
             tracker.finish()
-        self.observer({"event": "end", "record": self.record, "repeated": False})
+        self.observer({"event": "end", "record": self.record})
         return self.record
+
+    def _observe(self, event: Event) -> None:
+        if event["event"] == "saved":
+            self.write()
+        self.observer(event)
 
     def write(self) -> None:
         """Update the record and write it on rank 0."""
-        engine, seconds = self.engine, self.clock.now()
-        if engine is not None:
-            state, per_epoch = engine.state, engine.plan.steps_per_epoch
-            self.record |= {
-                "final": state.final,
-                "best": state.best,
-                "progress": {
-                    "step": state.step,
-                    "num_steps": engine.num_steps,
-                    "epoch": engine.epoch,
-                    "num_epochs": round(engine.num_steps / per_epoch, 6),
-                    "steps_per_epoch": per_epoch,
-                },
-                "samples_per_second": engine.full_updates * engine.plan.batch_size / max(seconds["training"], 1e-9),
-                "seconds_per_step": seconds["training"] / max(1, state.step),
-            }
+        if self.engine is not None:
+            self.record |= self.engine.progress()
             if self.record["sessions"]:  # it shares the machine once other processes have been seen
                 self.record["sessions"][-1]["alone"] &= has_free_cores()
-        self.record |= {"seconds": seconds, "peak_memory_bytes": peak_memory(self.accelerator.device)}
+        self.record |= {"seconds": self.clock.now(), "peak_memory_bytes": peak_memory(self.accelerator.device)}
         if self.accelerator.is_main_process:
             self.record |= {"logs": marks} if (marks := self.folder.log_marks()) else {}
             self.folder.write_record(self.record)
 
 
-# What a session was made with: no user, host or path names
-
 PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", "torchvision", "transformers")
 
 
 def describe_session(accelerator: Any, step: int, at_once: int = 1) -> dict[str, Any]:
-    """Versions, commit and machine of a session; `alone` says whether its cores, or its GPU, are not shared."""
+    """Versions, commit and machine, but no user, host or path; `alone`: its cores, or its GPU, are not shared."""
     device, processes, threads = accelerator.device, accelerator.num_processes, torch.get_num_threads()
     alone = at_once * processes * threads <= num_cores() if device.type == "cpu" else at_once == 1
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "wellcond": installed_version("wellcond"),
+        "wellcond": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "packages": {name: version for name in PACKAGES if (version := installed_version(name)) is not None},
+        "packages": packages,
         **_commit(),
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
@@ -292,22 +283,12 @@ def has_free_cores() -> bool:
     return hasattr(os, "getloadavg") and os.getloadavg()[0] <= (os.cpu_count() or 1) + 0.5
 
 
-def installed_version(package: str) -> str | None:
-    """Version of a package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _commit() -> dict[str, Any]:
     """Commit of wellcond's own source tree, and whether it was changed; None when it is an installed package."""
     root = Path(__file__).parents[4]
     if (root / ".git").exists():
         asked = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*".split()
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            said = subprocess.run(
-                asked, cwd=root, capture_output=True, text=True, check=True, timeout=20
-            ).stdout.strip()
+            said = subprocess.check_output(asked, cwd=root, stderr=subprocess.DEVNULL, text=True, timeout=20).strip()
             return {"commit": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")}
     return {"commit": None, "dirty": None}

@@ -21,8 +21,6 @@ from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
 from wellcond.run_records import LOGS, log_mark, read_record, seal
 
-EMPTY = log_mark(0, hashlib.sha256())
-
 
 class RunError(WellcondError, RuntimeError):
     """A run folder that cannot be used or written."""
@@ -38,7 +36,6 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._logs: dict[str, tuple[int, hashlib._Hash]] = {}
-        """Length and checksum of each log that was written or truncated."""
 
     @contextlib.contextmanager
     def opened(self, patience: float = 0) -> Iterator[RunFolder]:
@@ -77,17 +74,15 @@ class RunFolder:
         """Truncate the logs to their marks at a checkpoint; none, but RunError, if one of them does not match."""
         cut = {}
         for name in LOGS:
-            path, mark = self.path / name, marks.get(name, EMPTY)
+            path, mark = self.path / name, marks.get(name, log_mark(0, hashlib.sha256()))
             cut[name] = _start_of(path, mark["bytes"])
             if log_mark(*cut[name]) != mark:
-                checkpoints = self.path / "checkpoints"
                 raise RunError(
-                    f"{path}: lines were lost or changed, or the checkpoint in {checkpoints} is of another run. Delete "
-                    f"{checkpoints} to restart the run"
+                    f"{path}: lines were lost or changed, or the checkpoint beside it is of another run. Delete "
+                    f"{self.path / 'checkpoints'} to restart the run"
                 )
         # The record has the new marks first: after a kill in between, the logs are longer than their marks.
-        self._logs = cut
-        record = self.read_record()
+        self._logs, record = cut, self.read_record()
         if record is not None and "logs" in record:
             self.write_record(record | {"logs": self.log_marks()})
         for name, (size, _) in cut.items():
