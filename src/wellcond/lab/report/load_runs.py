@@ -94,22 +94,16 @@ def load_comparisons(folder: Path) -> list[Comparison]:
             continue
         home = next((above for above in inside if above in described), inside[2] if len(inside) > 2 else folder)
         grouped.setdefault(home, []).append(Run(place, read_json(path, "wellcond-run")))
-    for home, stored in sorted(described.items()):
-        grouped.setdefault(home, []).extend(_packed_runs(home, stored))
+    for home, stored in described.items():
+        shared = stored.get("shared", {})
+        if not isinstance(shared, dict):
+            raise RunRecordError(home / "comparison.json", "expected 'shared' to be a mapping", "Pack the runs again.")
+        mark, packed = checksum(shared)[:MARK], sorted(home.glob("*/seed*.json"))
+        grouped.setdefault(home, []).extend(read_packed(path, shared, mark) for path in packed)
     if not any(grouped.values()):
         said = "holds no run.json and no packed run, at any depth"
         raise RunRecordError(folder, said, "Make runs with wellcond compare or wellcond train first.")
     return [_assemble(home, runs, described.get(home, {})) for home, runs in sorted(grouped.items()) if runs]
-
-
-def _packed_runs(home: Path, stored: dict[str, Any]) -> list[Run]:
-    shared = stored.get("shared")
-    if shared is None:
-        return []
-    if not isinstance(shared, dict):
-        raise RunRecordError(home / "comparison.json", "expected 'shared' to be a mapping", "Pack the runs again.")
-    mark = checksum(shared)[:MARK]
-    return [read_packed(path, shared, mark) for path in sorted(home.glob("*/seed*.json"))]
 
 
 def _check_comparable(home: Path, runs: list[Run]) -> None:

@@ -28,6 +28,8 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 NOT_COMPARED = frozenset({"method", "seed", "title", "description", "checkpoint", "logging", "workers"})
 """Settings that differ between the runs of a comparison, or change no number."""
 PACKED = "wellcond-packed-run"
+ROW_KEYS = {"steps": ("step",), "evaluations": ("step",), "conditioning": ("step", "layer", "head")}
+"""What tells the rows of a log apart."""
 ROLES = ("q", "k", "v")
 JACOBIAN = ("condition_number", "pseudo_condition_number", "papers_bound_log10", "bound_log10", "status")
 KAPPAS, LARGEST, SMALLEST = (
@@ -37,7 +39,7 @@ KAPPAS, LARGEST, SMALLEST = (
 ARITHMETIC = ("normalised_entropy", "diagonal_mass", "dead")
 MEASURED = ("step", "epoch", "layer", "head", *JACOBIAN, *ARITHMETIC, *KAPPAS, *LARGEST, *SMALLEST)
 COPIES = {"condition_number": "pseudo_condition_number", **{f"raw_{key}": key for key in (*KAPPAS[:3], *LARGEST[:3])}}
-"""Columns that were often equal to another, and then stored once."""
+"""Columns that are often equal to another, and then stored once."""
 
 
 class RunRecordError(WellcondError, ValueError):
@@ -151,12 +153,12 @@ class Run:
     @cached_property
     def steps(self) -> Rows:
         """Rows of training."""
-        return self._rows("steps", ("step",), required=True)
+        return self._rows("steps")
 
     @cached_property
     def evaluations(self) -> Rows:
         """Rows of evaluation."""
-        rows, name = self._rows("evaluations", ("step",), required=True), self.metric.name
+        rows, name = self._rows("evaluations"), self.metric.name
         if self.status == "finished" and rows and rows[-1].get(name) != self.record["final"][name]:
             other = f"the last row of evaluations.jsonl has {rows[-1].get(name)}: one of them was changed"
             said = f"has {name} {self.value} at the end, but {other}"
@@ -166,31 +168,30 @@ class Run:
     @property
     def conditioning(self) -> Rows:
         """Rows of measured heads; empty if nothing was measured. Read anew each time, since there can be very many."""
-        return self._rows("conditioning", ("step", "layer", "head"), required=False)
+        return self._rows("conditioning")
 
-    def fine_tuned(self) -> Iterator[Run]:
+    def fine_tuned(self) -> list[Run]:
         """Runs that were fine-tuned from this one, with its method and seed."""
         if self.packed is None:
             paths = sorted((self.folder / "glue").glob("*/seed-0/run.json"))
             found = [Run(path.parent, read_json(path, "wellcond-run")) for path in paths]
         else:
-            stored = sorted(self.packed.get("fine_tuned", {}).items())
-            found = [_packed_run(self.file, record, {}) for _, record in stored]
+            stored = self.packed.get("fine_tuned", {})
+            found = [_packed_run(self.file, stored[name], {}) for name in sorted(stored)]
         for run in found:
             run.method, run.seed = self.method, self.seed
-            yield run
+        return found
 
-    def _rows(self, name: str, keys: Keys, *, required: bool) -> Rows:
+    def _rows(self, name: str) -> Rows:
         if self.packed is not None:
             try:
                 return _unpack_rows(self.packed.get(name) or {})
             except (ValueError, TypeError, AttributeError, KeyError) as error:
-                said = f"its {name} cannot be read: {error}"
-                raise RunRecordError(self.file, said, PACK_AGAIN) from error
+                raise RunRecordError(self.file, f"its {name} cannot be read: {error}", PACK_AGAIN) from error
         path, advice, complete = self.folder / f"{name}.jsonl", REPEAT.format(self.folder), self.status in COMPLETE
-        mark = self.record.get("logs", {}).get(path.name)
+        keys, mark = ROW_KEYS[name], self.record.get("logs", {}).get(path.name)
         if not path.is_file():
-            if (required and self.status == "finished") or (mark and mark["bytes"]):
+            if (name != "conditioning" and self.status == "finished") or (mark and mark["bytes"]):
                 raise RunRecordError(path, f"is missing, though the run is {self.status}", advice)
             return []
         content = path.read_bytes()
@@ -212,10 +213,7 @@ class Run:
 
 
 def _unpack_rows(columns: Mapping[str, Any]) -> Rows:
-    """Rows from packed columns; of heads, with the columns that follow from others.
-
-    Raises: ValueError if columns are not of one length.
-    """
+    """Rows from packed columns; of heads, with the smallest singular values, which follow from others."""
     copies = {key: columns[COPIES[key]] for key in columns.get("copies", ())}
     stored = {key: value for key, value in columns.items() if key not in ("rows", "copies")} | copies
     spread = [value if isinstance(value, list) else [value] * columns.get("rows", 0) for value in stored.values()]
@@ -256,14 +254,11 @@ def nested(leaves: Mapping[Keys, Any]) -> dict[str, Any]:
 
 
 def read_packed(path: Path, shared: Mapping[str, Any], mark: str) -> Run:
-    """A packed run, from its file and what all runs of its comparison share, with the checksum of that.
-
-    Raises: RunRecordError if it was changed, or packed with another comparison, or holds scores that cannot be.
-    """
+    """A packed run, from its file and what all runs of its comparison share, with the checksum of that."""
     rest = read_json(path, PACKED)
     if rest.pop("shared", None) != mark:
         raise RunRecordError(path, "was packed with another comparison.json than the one above it", PACK_AGAIN)
-    record = merge(shared, rest) | {"kind": "wellcond-run"}
+    record = merge(shared, rest)
     return _packed_run(path, record, record.pop("packed", {}))
 
 
@@ -275,16 +270,12 @@ def _packed_run(path: Path, record: dict[str, Any], packed: Mapping[str, Any]) -
 
 
 def read_json(path: Path, kind: str) -> dict[str, Any]:
-    """A record of a kind and of the schema that is known here.
-
-    Raises: RunRecordError if it is anything else, was changed, or is of a run with scores that cannot be.
-    """
-    is_run = kind == "wellcond-run"
-    advice = REPEAT.format(path.parent) if is_run else f"Restore it, or delete {path} and repeat what wrote it."
+    """A record of a kind, in which nothing was changed; RunRecordError for anything else."""
     try:
         record = read_record(path, kind)
     except (OSError, ValueError) as error:
-        raise RunRecordError(path, str(error), advice) from error
+        damaged = path.parent if kind == "wellcond-run" else path
+        raise RunRecordError(path, str(error), REPEAT.format(damaged)) from error
     # Generated samples may hold anything; their pages show each such character by its number.
     return {key: value if key == "samples" else _without_controls(value) for key, value in record.items()}
 
@@ -298,7 +289,7 @@ def _without_controls(value: Any) -> Any:
     return [_without_controls(item) for item in value] if isinstance(value, list) else value
 
 
-def setting_differences(a: Any, b: Any) -> list[str]:
+def setting_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Fields in which two stored recipes differ: runs share a mean only if there is none.
 
     Left out are a field that only one of them has (an older record), and what two different methods set.
@@ -307,8 +298,7 @@ def setting_differences(a: Any, b: Any) -> list[str]:
         >>> setting_differences({"seed": 0, "optimizer": {"lr": 1}}, {"seed": 1, "optimizer": {"lr": 2}})
         ['optimizer.lr: 1 and 2']
     """
-    methods = [config["method"] for config in (a, b) if isinstance(config, dict) and "method" in config]
-    described = [method for method in methods if isinstance(method, dict)]
+    described = [config["method"] for config in (a, b) if isinstance(config.get("method"), dict)]
     free: list[str] = []
     if len({method.get("label") for method in described}) > 1:
         for field in [field for method in described for field in method.get("set") or {}]:
