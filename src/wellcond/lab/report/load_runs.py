@@ -81,9 +81,6 @@ def load_comparisons(folder: Path) -> list[Comparison]:
 
     Raises: RunRecordError if there is no run, or a file is broken or of another version.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise RunRecordError(folder, "is not a folder", "Give the folder that wellcond compare wrote.")
     described = {path.parent: read_json(path, "wellcond-comparison") for path in folder.rglob("comparison.json")}
     grouped: dict[Path, list[Run]] = {}
     for path in sorted(folder.rglob("run.json")):

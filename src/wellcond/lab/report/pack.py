@@ -16,27 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.files import to_json, write_atomically
+from wellcond.lab.report import records
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.load_runs import MARK, Comparison, load_comparisons
 from wellcond.lab.report.page import gather, render_markdown
-from wellcond.lab.report.records import (
-    ARITHMETIC,
-    COPIES,
-    JACOBIAN,
-    KAPPAS,
-    LARGEST,
-    MEASURED,
-    PACKED,
-    ROLES,
-    SMALLEST,
-    Rows,
-    Run,
-    RunRecordError,
-    leaves_of,
-    nested,
-    read_json,
-)
+from wellcond.lab.report.records import Rows, Run, RunRecordError, leaves_of, nested, read_json
 from wellcond.lab.report.statistics import summarise_logs
 from wellcond.lab.report.table import finite_mean, number, table_markdown
 from wellcond.lab.report.tuning import NAME as TUNING_FILE
@@ -47,16 +32,13 @@ OWN = frozenset({"schema", "kind", "method", "seed", "status", "samples", "final
 MOST_POINTS = 60
 DIGITS = 7
 """Significant digits of what is plotted, and of what tables print means of."""
-CURVES = ("loss", *(f"grad_norm_{role}" for role in ROLES))
+CURVES = ("loss", *(f"grad_norm_{role}" for role in records.ROLES))
 
 
 def pack(folder: Path, output: Path) -> list[Path]:
     """Write every comparison below a folder in packed form into another one, with `report/report.md` made from it.
 
-    Each is first written elsewhere and read again; only if all tables come out with the same bytes does it take the
-    place of what was there. The full runs stay as they are.
-
-    Raises: RunRecordError if runs are broken, not complete, or packed already, or a table would change.
+    Each is first written elsewhere and read again, and replaces what was there only if all tables keep their bytes.
     """
     folder, output = Path(folder).resolve(), Path(output)
     if output.resolve().is_relative_to(folder) or folder.is_relative_to(output.resolve()):
@@ -78,7 +60,7 @@ def _pack_one(comparison: Comparison, home: Path) -> Path:
         made = Path(temporary) / home.name
         for name, record in _records(comparison):
             (made / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(made / name, to_json(seal(record), compact=True) + "\n")
+            (made / name).write_text(to_json(seal(record), compact=True) + "\n", "utf-8")
         [packed] = load_comparisons(made)
         before, after = (gather(analyse(some), figures=False) for some in (comparison, packed))
         pairs = zip(before.tables, after.tables, strict=True)
@@ -86,7 +68,7 @@ def _pack_one(comparison: Comparison, home: Path) -> Path:
             said = f"packed, these tables would change: {', '.join(changed)}"
             raise RunRecordError(comparison.folder, said, "This is a bug in wellcond.")
         (made / "report").mkdir()
-        write_atomically(made / "report" / "report.md", render_markdown(after))
+        (made / "report" / "report.md").write_text(render_markdown(after), "utf-8")
         if any(run.fine_tuned() for run in packed.runs):
             rebuild_glue(made).with_suffix(".csv").unlink()
         for path in [*home.glob("*/seed*.json"), *home.glob(TUNING_FILE)]:  # some may have no successor
@@ -100,12 +82,11 @@ def _pack_one(comparison: Comparison, home: Path) -> Path:
 
 def _records(comparison: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name below the folder, and content."""
-    runs = comparison.runs
-    with_samples = [run for run in runs if run.finished and run.record.get("samples")]
-    shown = {run.method: run for run in reversed(with_samples)}  # those of other seeds are shown nowhere
+    runs = comparison.runs  # by seed; samples of later ones are shown nowhere
+    shown = {run.method: run for run in reversed(runs) if run.finished and run.record.get("samples")}
     shared, rests = share([_whole(run, with_samples=run is shown.get(run.method)) for run in runs])
+    known = {"schema": SCHEMA, "kind": records.PACKED, "shared": checksum(shared)[:MARK]}
     for run, rest in zip(runs, rests, strict=True):
-        known = {"schema": SCHEMA, "kind": PACKED, "shared": checksum(shared)[:MARK]}
         yield f"{run.folder.parent.name}/seed{run.seed}.json", rest | known
     # Runs of `train` have no comparison.json; all but its name follows from them.
     stored: dict[str, Any] = {"schema": SCHEMA, "kind": "wellcond-comparison", "name": comparison.name}
@@ -133,9 +114,9 @@ def _kept(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in ("logs", "samples")} | {"sessions": sessions}
 
 
-def share(records: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def share(runs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What all records have in common, and of each record the rest; `merge` puts them together again."""
-    flat = [dict(leaves_of(record)) for record in records]
+    flat = [dict(leaves_of(record)) for record in runs]
     texts = [{path: json.dumps(leaf, sort_keys=True) for path, leaf in leaves.items()} for leaves in flat]
     shared = {
         path: leaf
@@ -147,7 +128,7 @@ def share(records: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[
 
 def to_columns(rows: Rows, exact: Sequence[str] = ()) -> dict[str, list[Any]]:
     """Rows as a list for each key, rounded unless it is to be exact; keys that no row has a value for are left out."""
-    columns = {}
+    columns: dict[str, list[Any]] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         values = [row.get(key) if key in exact else _rounded(row.get(key)) for row in rows]
         columns |= {key: values} if any(value is not None for value in values) else {}
@@ -176,27 +157,27 @@ def pack_heads(rows: Rows) -> dict[str, list[Any]]:
     The smallest singular value is left out, since it is the largest over the condition number.
     """
     ends: set[Any] = set()
-    for key in (*JACOBIAN[:4], *ARITHMETIC, *KAPPAS):
+    for key in (*records.JACOBIAN[:4], *records.ARITHMETIC, *records.KAPPAS):
         steps = [row["step"] for row in rows if row.get(key) is not None]
         ends |= {*steps[:1], *steps[-1:]}
     kept = []
     for step, group in groupby(rows, key=lambda row: row["step"]):
         heads = list(group)
         if step in ends:
-            kept += [{key: row.get(key) for key in MEASURED if key not in SMALLEST} for row in heads]
+            kept += [{key: row.get(key) for key in records.MEASURED if key not in records.SMALLEST} for row in heads]
             continue
-        measured = [row for row in heads if any(row.get(key) is not None for key in JACOBIAN[:4])] or heads[:1]
-        listed = [{key: row.get(key) for key in (*MEASURED[:4], *JACOBIAN)} for row in measured]
+        measured = [row for row in heads if any(row.get(key) is not None for key in records.JACOBIAN[:4])] or heads[:1]
+        listed = [{key: row.get(key) for key in (*records.MEASURED[:4], *records.JACOBIAN)} for row in measured]
         kept += [listed[0] | _means(heads), *listed[1:]]
     columns = to_columns(kept)
-    copies = [key for key, source in COPIES.items() if key in columns and columns[key] == columns.get(source)]
+    copies = [key for key, source in records.COPIES.items() if key in columns and columns[key] == columns.get(source)]
     return {key: column for key, column in columns.items() if key not in copies} | {"copies": copies}
 
 
 def _means(heads: Rows) -> dict[str, float]:
     """Over heads and layers, geometric or arithmetic, of finite values; infinite if all are."""
-    means = {key: finite_mean(number(row.get(key)) for row in heads) for key in ARITHMETIC}
-    for key in (*KAPPAS, *LARGEST):
+    means = {key: finite_mean(number(row.get(key)) for row in heads) for key in records.ARITHMETIC}
+    for key in (*records.KAPPAS, *records.LARGEST):
         found = summarise_logs(number(row.get(key)) for row in heads)
         means[key] = math.inf if found.infinite and not found.finite else found.geometric_mean
     return means

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wellcond import pages
 from wellcond.errors import needs_extra
@@ -31,10 +31,6 @@ from wellcond.lab.report.table import (
 from wellcond.lab.report.tables import build_tables
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-MADE = {"figures": (".png", ".svg", ".csv"), "tables": (".csv",)}
 TABS = {
     "Summary": ("summary", "required", "other_metrics"), "Tuning": ("tuning",), "Learning": (),
     "Matching": ("matching",), "Conditioning": ("conditioning",), "Attention": (), "Cost": ("cost",), "Samples": (),
@@ -95,7 +91,8 @@ def write_report(content: Content) -> Path:
         files[f"figures/{figure.name}.csv"] = write_csv(figure)
         files[f"figures/{figure.name}.svg"] = draw_static(figure)
     home = folder / "report"
-    for place in (home, *(home / part for part in MADE)):
+    parts = (home / "figures", home / "tables")
+    for place in (home, *parts):
         if not place.resolve().is_relative_to(folder.resolve()):
             said = f"is a link that leads out of {folder}, to {place.resolve()}"
             raise RunRecordError(place, said, "Remove it.")
@@ -103,10 +100,9 @@ def write_report(content: Content) -> Path:
         for name, made in files.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(home / name, made)
-        for part, endings in MADE.items():
-            for path in sorted((home / part).glob("*")) if figures is not None else ():
-                if path.suffix in endings and f"{part}/{path.name}" not in files:
-                    path.unlink()
+        for path in [path for part in parts for path in part.glob("*")] if figures is not None else ():
+            if path.suffix in (".csv", ".svg", ".png") and f"{path.parent.name}/{path.name}" not in files:
+                path.unlink()
     except OSError as error:
         advice = "Give yourself the right to write there, make room, or copy the runs elsewhere and report those."
         said = f"cannot be written: {error.strerror}"
@@ -195,18 +191,13 @@ def render_page(content: Content) -> str:
         for title, names in TABS.items()
     }
     has_more = {"Samples": bool(content.samples), "Detections": bool(content.pictures)}
-    return environment().get_template("comparison.html").render(
+    environment = pages.environment("wellcond.lab.report")
+    environment.filters |= {"visible": visible, "px": lambda value: f"{value:.6g}"}
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.get_template("comparison.html").render(
         comparison=content.analysis.comparison, facts=_facts(content.analysis.comparison),
         bottom_line=bottom_line(content.analysis), findings=find_findings(content.analysis), content=content,
         tabs={title: shown for title, shown in tabs.items() if any(shown) or has_more.get(title)},
         drawings={f"{figure.name}-{at}": plot for figure, listed in drawn for at, (_, plot) in enumerate(listed)},
         num_colours=NUM_COLOURS, plotly=source,
     )  # fmt: skip
-
-
-def environment() -> Environment:
-    """How the templates of this package are read."""
-    made = pages.environment("wellcond.lab.report")
-    made.filters |= {"visible": visible, "px": lambda value: f"{value:.6g}"}
-    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return made

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.errors import WellcondError
-from wellcond.lab.report.table import MISSING, number, show
+from wellcond.lab.report.table import number, show
 from wellcond.run_records import COMPLETE, find_problem, matches, read_record
 
 Rows = list[dict[str, Any]]
@@ -28,8 +28,6 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 NOT_COMPARED = frozenset({"method", "seed", "title", "description", "checkpoint", "logging", "workers"})
 """Settings that differ between the runs of a comparison, or change no number."""
 PACKED = "wellcond-packed-run"
-ROW_KEYS = {"steps": ("step",), "evaluations": ("step",), "conditioning": ("step", "layer", "head")}
-"""What tells the rows of a log apart."""
 ROLES = ("q", "k", "v")
 JACOBIAN = ("condition_number", "pseudo_condition_number", "papers_bound_log10", "bound_log10", "status")
 KAPPAS, LARGEST, SMALLEST = (
@@ -93,12 +91,9 @@ class Metric:
 
     def show(self, value: float, *, sign: bool = False) -> str:
         """A value, or with `sign` a difference, as it is printed."""
-        shown = show(value * self.scale, 4)
-        if shown == MISSING or abs(value) == math.inf:
-            return shown
-        if self.percent:
-            shown = f"{value * self.scale:.2f}"
-        return f"+{shown}" if sign and value > 0 else shown
+        shown = value * self.scale
+        text = f"{shown:.2f}" if self.percent and math.isfinite(value) else show(shown, 4)
+        return f"+{text}" if sign and 0 < value < math.inf else text
 
 
 class Run:
@@ -189,26 +184,25 @@ class Run:
             except (ValueError, TypeError, AttributeError, KeyError) as error:
                 raise RunRecordError(self.file, f"its {name} cannot be read: {error}", PACK_AGAIN) from error
         path, advice, complete = self.folder / f"{name}.jsonl", REPEAT.format(self.folder), self.status in COMPLETE
-        keys, mark = ROW_KEYS[name], self.record.get("logs", {}).get(path.name)
+        of_heads, mark = name == "conditioning", self.record.get("logs", {}).get(path.name)
+        keys = ("step", "layer", "head") if of_heads else ("step",)
         if not path.is_file():
-            if (name != "conditioning" and self.status == "finished") or (mark and mark["bytes"]):
+            if (self.status == "finished" and not of_heads) or (mark and mark["bytes"]):
                 raise RunRecordError(path, f"is missing, though the run is {self.status}", advice)
             return []
         content = path.read_bytes()
         if mark and not matches(mark, content, complete=complete):
             raise RunRecordError(path, "was changed after it was written, or is not of the run in run.json", advice)
-        rows, lines = [], [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
+        # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
+        latest, lines = {}, [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
         for at, line in enumerate(lines, 1):
             try:
-                rows.append(json.loads(line))
-            except (ValueError, RecursionError) as error:
+                row = json.loads(line)
+                latest[tuple([row[key] for key in keys])] = row
+            except (ValueError, RecursionError, TypeError, KeyError) as error:
                 if at < len(lines) or complete:  # half a last line is what a killed run leaves
-                    raise RunRecordError(path, f"row {at} of {len(lines)} is not JSON ({error})", advice) from error
-        try:
-            # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
-            latest = {tuple([row[key] for key in keys]): row for row in rows}
-        except (TypeError, KeyError) as error:
-            raise RunRecordError(path, f"every row should have the keys {', '.join(keys)}", advice) from error
+                    said = f"row {at} of {len(lines)} is not JSON with the keys {', '.join(keys)} ({error!r})"
+                    raise RunRecordError(path, said, advice) from error
         return sorted(latest.values(), key=lambda row: number(row["step"]))
 
 
@@ -293,10 +287,6 @@ def setting_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]
     """Fields in which two stored recipes differ: runs share a mean only if there is none.
 
     Left out are a field that only one of them has (an older record), and what two different methods set.
-
-    Example:
-        >>> setting_differences({"seed": 0, "optimizer": {"lr": 1}}, {"seed": 1, "optimizer": {"lr": 2}})
-        ['optimizer.lr: 1 and 2']
     """
     described = [config["method"] for config in (a, b) if isinstance(config.get("method"), dict)]
     free: list[str] = []

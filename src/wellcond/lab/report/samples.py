@@ -31,19 +31,16 @@ Entry = dict[str, Any]
 def _shown_runs(comparison: Comparison, *, images: bool) -> Iterator[Run]:
     """Of each method the finished run with the lowest seed that has samples of a kind."""
     for method in comparison.methods:
-        for run in comparison.of(method):
+        for run in comparison.finished(method).values():
             stored = run.record.get("samples")
             rows = stored if isinstance(stored, list) else []
-            if run.finished and stored and images == any(isinstance(row, dict) and "image_id" in row for row in rows):
+            if stored and images == any(isinstance(row, dict) and "image_id" in row for row in rows):
                 yield run
                 break
 
 
 def find_samples(comparison: Comparison) -> dict[str, list[dict[str, str]]]:
-    """Texts by prompt, of one run of each method: title, what was given, what the model wrote, or why there is none.
-
-    Raises: RunRecordError if a record holds something else under `samples`.
-    """
+    """Texts by prompt, of one run of each method: title, what was given, what the model wrote, or why there is none."""
     found: dict[str, list[dict[str, str]]] = {}
     for run in _shown_runs(comparison, images=False):
         try:
@@ -84,8 +81,6 @@ def find_pictures(comparison: Comparison) -> list[Entry]:
     """Images in the order of the records: title, size, JPEG, and by title the objects of the truth and of each run.
 
     Of what one run of each method found the best are shown, as many as there are objects but at least five.
-
-    Raises: RunRecordError if a record holds something else.
     """
     pictures: dict[int, Entry] = {}
     for run in _shown_runs(comparison, images=True):
