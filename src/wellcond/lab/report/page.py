@@ -77,8 +77,7 @@ def build_report(folder: Path, *, pictures: bool = True) -> list[Path]:
 def write_report(content: Content) -> Path:
     """Write the report of a comparison; without figures, no page. Nothing is written if a record is broken.
 
-    Each file is replaced as a whole, so that a reader never sees half of one. Figures and tables of an older report
-    that no longer exist are removed.
+    Figures and tables of an older report that no longer exist are removed.
     """
     folder, figures = content.analysis.comparison.folder, content.figures
     files: dict[str, str | bytes] = {
@@ -91,22 +90,15 @@ def write_report(content: Content) -> Path:
         files[f"figures/{figure.name}.csv"] = write_csv(figure)
         files[f"figures/{figure.name}.svg"] = draw_static(figure)
     home = folder / "report"
-    parts = (home / "figures", home / "tables")
-    for place in (home, *parts):
+    for place in (home, home / "figures", home / "tables"):
         if not place.resolve().is_relative_to(folder.resolve()):
-            said = f"is a link that leads out of {folder}, to {place.resolve()}"
-            raise RunRecordError(place, said, "Remove it.")
-    try:
-        for name, made in files.items():
-            (home / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(home / name, made)
-        for path in [path for part in parts for path in part.glob("*")] if figures is not None else ():
-            if path.suffix in (".csv", ".svg", ".png") and f"{path.parent.name}/{path.name}" not in files:
-                path.unlink()
-    except OSError as error:
-        advice = "Give yourself the right to write there, make room, or copy the runs elsewhere and report those."
-        said = f"cannot be written: {error.strerror}"
-        raise RunRecordError(Path(error.filename or home), said, advice) from error
+            raise RunRecordError(place, f"is a link that leads out of {folder}, to {place.resolve()}", "Remove it.")
+    for name, made in files.items():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(home / name, made)
+    for path in [*home.glob("figures/*"), *home.glob("tables/*")] if figures is not None else ():
+        if path.suffix in (".csv", ".svg", ".png") and path.relative_to(home).as_posix() not in files:
+            path.unlink()
     return home / ("report.md" if figures is None else "report.html")
 
 
@@ -127,11 +119,8 @@ def _facts(comparison: Comparison) -> dict[str, str]:
 def provenance_table(comparison: Comparison) -> Table:
     """With which versions, on what, and with which settings the runs were made: what they share, where they differ."""
     runs = comparison.runs
-    rows = [
-        (f"{part}: {key}", plain_setting(value))
-        for part in ("data", "model")
-        for key, value in sorted(runs[0].part(part).items())
-    ]
+    known = [(part, key, value) for part in ("data", "model") for key, value in sorted(runs[0].part(part).items())]
+    rows = [(f"{part}: {key}", plain_setting(value)) for part, key, value in known]
     sessions = _shared([session for run in runs for session in run.sessions])
     rows += [(f"session: {key}", text) for key, text in sessions if key not in ("started", "resumed_at_step")]
     if resumed := sum(len(run.sessions) > 1 for run in runs):

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ class Run:
         if self.packed is not None:
             try:
                 return _unpack_rows(self.packed.get(name) or {})
-            except (ValueError, TypeError, AttributeError, KeyError) as error:
+            except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
                 raise RunRecordError(self.file, f"its {name} cannot be read: {error}", PACK_AGAIN) from error
         path, advice, complete = self.folder / f"{name}.jsonl", REPEAT.format(self.folder), self.status in COMPLETE
         of_heads, mark = name == "conditioning", self.record.get("logs", {}).get(path.name)
@@ -212,11 +213,9 @@ def _unpack_rows(columns: Mapping[str, Any]) -> Rows:
     stored = {key: value for key, value in columns.items() if key not in ("rows", "copies")} | copies
     spread = [value if isinstance(value, list) else [value] * columns.get("rows", 0) for value in stored.values()]
     rows = [dict(zip(stored, values, strict=True)) for values in zip(*spread, strict=True)]
-    for kappa, largest, smallest in zip(KAPPAS, LARGEST, SMALLEST, strict=True):
-        if smallest not in stored and kappa in stored and largest in stored:
-            for row in rows:
-                if row[kappa] is not None and row[largest] is not None:
-                    row[smallest] = number(row[largest]) / number(row[kappa])
+    for row, (kappa, largest, smallest) in product(rows, zip(KAPPAS, LARGEST, SMALLEST, strict=True)):
+        if row.get(kappa) is not None and row.get(largest) is not None:
+            row[smallest] = number(row[largest]) / number(row[kappa])
     return rows
 
 

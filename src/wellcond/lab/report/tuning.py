@@ -106,8 +106,7 @@ class GoodRange(NamedTuple):
 
     def show(self) -> str:
         """Both ends, and how wide that is."""
-        ends = f"{self.low:.3g}{' or less' if self.open_below else ''} to {self.high:.3g}"
-        ends += " or more" if self.open_above else ""
+        ends = f"{self.low:.3g}{' or less' * self.open_below} to {self.high:.3g}{' or more' * self.open_above}"
         least = "at least " if self.open_below or self.open_above else ""
         return f"{ends} ({least}{self.high / self.low:.1f}x wide)" if self.low > 0 else ends
 
