@@ -49,17 +49,16 @@ class GlueScores:
 
 def load_glue(folder: Path) -> GlueScores:
     """Scores of a pre-trained run, or of all runs of a comparison."""
-    runs: dict[str, list[Run]] = {task: [] for task in TITLES}
     pretrained = next((found for found in load_comparisons(folder) if found.folder == folder), None)
+    runs: dict[str, list[Run]] = defaultdict(list)
     for tuned in [tuned for run in (pretrained.runs if pretrained else ()) for tuned in run.fine_tuned()]:
-        task = tuned.record["config"]["task"].get("task")
-        if task not in TITLES:
-            said = f"expected a run on one of {', '.join(TITLES)}"
-            raise RunRecordError(tuned.file, said, "It was not written by glue.")
-        runs[task].append(tuned)
-    if pretrained is None or not any(runs.values()):
+        runs[str(tuned.record["config"]["task"].get("task"))].append(tuned)
+    if pretrained is None or not runs:
         raise RunRecordError(folder, "there is no run of fine-tuning in it", "Make some with wellcond glue first.")
-    tasks = {task: replace(pretrained, runs=tuple(of_task)) for task, of_task in runs.items() if of_task}
+    if unknown := [run for task, of_task in runs.items() if task not in TITLES for run in of_task]:
+        said = f"expected a run on one of {', '.join(TITLES)}"
+        raise RunRecordError(unknown[0].file, said, "It was not written by glue.")
+    tasks = {task: replace(pretrained, runs=tuple(runs[task])) for task in TITLES if task in runs}
     return GlueScores(pretrained, tasks)
 
 

@@ -154,7 +154,8 @@ def pack_evaluations(rows: Rows, metric: str) -> dict[str, list[Any]]:
 def pack_heads(rows: Rows) -> dict[str, list[Any]]:
     """Measured heads: all of them where a quantity is first or last measured; the Jacobian everywhere; else means.
 
-    The smallest singular value is left out, since it is the largest over the condition number.
+    Means are over heads and layers, geometric or arithmetic, of finite values; infinite if all are. The smallest
+    singular value is left out, since it is the largest over the condition number.
     """
     ends: set[Any] = set()
     for key in (*records.JACOBIAN[:4], *records.ARITHMETIC, *records.KAPPAS):
@@ -168,19 +169,14 @@ def pack_heads(rows: Rows) -> dict[str, list[Any]]:
             continue
         measured = [row for row in heads if any(row.get(key) is not None for key in records.JACOBIAN[:4])] or heads[:1]
         listed = [{key: row.get(key) for key in (*records.MEASURED[:4], *records.JACOBIAN)} for row in measured]
-        kept += [listed[0] | _means(heads), *listed[1:]]
+        means = {key: finite_mean(number(row.get(key)) for row in heads) for key in records.ARITHMETIC}
+        for key in (*records.KAPPAS, *records.LARGEST):
+            found = summarise_logs(number(row.get(key)) for row in heads)
+            means[key] = math.inf if found.infinite and not found.finite else found.geometric_mean
+        kept += [listed[0] | means, *listed[1:]]
     columns = to_columns(kept)
     copies = [key for key, source in records.COPIES.items() if key in columns and columns[key] == columns.get(source)]
     return {key: column for key, column in columns.items() if key not in copies} | {"copies": copies}
-
-
-def _means(heads: Rows) -> dict[str, float]:
-    """Over heads and layers, geometric or arithmetic, of finite values; infinite if all are."""
-    means = {key: finite_mean(number(row.get(key)) for row in heads) for key in records.ARITHMETIC}
-    for key in (*records.KAPPAS, *records.LARGEST):
-        found = summarise_logs(number(row.get(key)) for row in heads)
-        means[key] = math.inf if found.infinite and not found.finite else found.geometric_mean
-    return means
 
 
 def _rounded(value: Any) -> Any:

@@ -59,10 +59,8 @@ def gather(analysis: Analysis, *, figures: bool = True) -> Content:
     comparison, tables, drawn = analysis.comparison, build_tables(analysis), build_figures(analysis) if figures else []
     if tuning := find_tuning(comparison):
         tables, drawn = [*tables, tuning_table(tuning)], [tuning_figure(comparison, tuning).drawable(), *drawn]
-    return Content(
-        analysis, tables, provenance_table(comparison), drawn if figures else None, find_samples(comparison),
-        find_pictures(comparison),
-    )  # fmt: skip
+    samples, pictures = find_samples(comparison), find_pictures(comparison)
+    return Content(analysis, tables, provenance_table(comparison), drawn if figures else None, samples, pictures)
 
 
 def build_report(folder: Path, *, pictures: bool = True) -> list[Path]:
@@ -80,10 +78,8 @@ def write_report(content: Content) -> Path:
     Figures and tables of an older report that no longer exist are removed.
     """
     folder, figures = content.analysis.comparison.folder, content.figures
-    files: dict[str, str | bytes] = {
-        f"tables/{table.name}.csv": table_csv(table) for table in (*content.tables, content.provenance)
-    }
-    files["report.md"] = render_markdown(content)
+    files: dict[str, str | bytes] = {"report.md": render_markdown(content)}
+    files |= {f"tables/{table.name}.csv": table_csv(table) for table in (*content.tables, content.provenance)}
     if figures is not None:
         files["report.html"] = render_page(content)
     for figure in figures or ():

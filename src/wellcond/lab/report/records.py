@@ -173,7 +173,7 @@ class Run:
             found = [Run(path.parent, read_json(path, "wellcond-run")) for path in paths]
         else:
             stored = self.packed.get("fine_tuned", {})
-            found = [_packed_run(self.file, stored[name], {}) for name in sorted(stored)]
+            found = [_packed_run(self.file, stored[name]) for name in sorted(stored)]
         for run in found:
             run.method, run.seed = self.method, self.seed
         return found
@@ -251,15 +251,14 @@ def read_packed(path: Path, shared: Mapping[str, Any], mark: str) -> Run:
     rest = read_json(path, PACKED)
     if rest.pop("shared", None) != mark:
         raise RunRecordError(path, "was packed with another comparison.json than the one above it", PACK_AGAIN)
-    record = merge(shared, rest)
-    return _packed_run(path, record, record.pop("packed", {}))
+    return _packed_run(path, merge(shared, rest))
 
 
-def _packed_run(path: Path, record: dict[str, Any], packed: Mapping[str, Any]) -> Run:
+def _packed_run(path: Path, record: dict[str, Any]) -> Run:
     record = record | {"sessions": list((record.get("sessions") or {}).values())}
     if problem := find_problem(record):
         raise RunRecordError(path, problem, PACK_AGAIN)
-    return Run(path.with_suffix(""), record, packed)
+    return Run(path.with_suffix(""), record, record.pop("packed", {}))
 
 
 def read_json(path: Path, kind: str) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from wellcond.lab.report.table import plain_markdown, visible
 
 WIDTH = 100
 """Characters in a line of a sample."""
-JPEG_START, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 MOST_PIXELS = 10**8
 FEWEST_SHOWN = 5
 """Predictions that are shown at least, if there are so many; otherwise as many as there are objects."""
@@ -106,7 +105,7 @@ def _read_picture(row: Entry) -> Entry:
     if not (type(height) is int and type(width) is int and 0 < height * width <= MOST_PIXELS and height > 0):
         raise ValueError(f"size {row['size']!r}")
     jpeg = base64.b64decode(row["jpeg"], validate=True)
-    if not (jpeg.startswith(JPEG_START) and jpeg.endswith(JPEG_END)):
+    if not (jpeg.startswith(b"\xff\xd8\xff") and jpeg.endswith(b"\xff\xd9")):
         raise ValueError("the image is no JPEG, or not all of one")
     return {
         "title": f"Image {int(row['image_id'])}: {visible(str(row['file_name']))}", "height": height, "width": width,
