@@ -56,8 +56,7 @@ def load_glue(folder: Path) -> GlueScores:
     if pretrained is None or not runs:
         raise RunRecordError(folder, "there is no run of fine-tuning in it", "Make some with wellcond glue first.")
     if unknown := [run for task, of_task in runs.items() if task not in TITLES for run in of_task]:
-        said = f"expected a run on one of {', '.join(TITLES)}"
-        raise RunRecordError(unknown[0].file, said, "It was not written by glue.")
+        raise RunRecordError(unknown[0].file, f"expected a run on {', '.join(TITLES)}", "It was not written by glue.")
     tasks = {task: replace(pretrained, runs=tuple(runs[task])) for task in TITLES if task in runs}
     return GlueScores(pretrained, tasks)
 

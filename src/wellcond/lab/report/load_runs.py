@@ -77,9 +77,8 @@ def load_comparisons(folder: Path) -> list[Comparison]:
 
     A run belongs to the nearest folder above it that has a `comparison.json`. Runs without one form a comparison of
     the folder that holds their method folders, methods by name, `default` first and baseline. Packed runs
-    (`wellcond pack`) are files `METHOD/seedN.json` below their `comparison.json`.
-
-    Raises: RunRecordError if there is no run, or a file is broken or of another version.
+    (`wellcond pack`) are files `METHOD/seedN.json` below their `comparison.json`. No run at all, or a file that is
+    broken or of another version, is a RunRecordError.
     """
     described = {path.parent: read_json(path, "wellcond-comparison") for path in folder.rglob("comparison.json")}
     grouped: dict[Path, list[Run]] = {}
@@ -98,8 +97,9 @@ def load_comparisons(folder: Path) -> list[Comparison]:
         mark, packed = checksum(shared)[:MARK], sorted(home.glob("*/seed*.json"))
         grouped.setdefault(home, []).extend(read_packed(path, shared, mark) for path in packed)
     if not any(grouped.values()):
-        said = "holds no run.json and no packed run, at any depth"
-        raise RunRecordError(folder, said, "Make runs with wellcond compare or wellcond train first.")
+        raise RunRecordError(
+            folder, "holds no run.json and no packed run, at any depth", "Make some: wellcond compare."
+        )
     return [_assemble(home, runs, described.get(home, {})) for home, runs in sorted(grouped.items()) if runs]
 
 
@@ -122,8 +122,7 @@ def _check_comparable(home: Path, runs: list[Run]) -> None:
             )
             if differing := setting_differences(a, b):
                 said = f"was made with other settings than {like.file}: {'; '.join(differing[:4])}"
-                advice = "Runs under different settings cannot be compared: put them into different folders."
-                raise RunRecordError(run.file, said, advice)
+                raise RunRecordError(run.file, said, "They cannot be compared: put them into different folders.")
 
 
 def _assemble(home: Path, runs: list[Run], stored: dict[str, Any]) -> Comparison:
@@ -144,7 +143,5 @@ def _assemble(home: Path, runs: list[Run], stored: dict[str, Any]) -> Comparison
     ran = [(run.part("model").get("name"), run.part("data").get("name")) for run in runs]
     made = next((f"{name}: {str(model).rpartition(':')[2]} on {data}" for model, data in ran if model and data), name)
     recipe, scale = (str(stored.get(key) or runs[0].record.get(key) or "") for key in ("recipe", "scale"))
-    return Comparison(
-        folder=home, name=name, title=str(stored.get("title") or made), recipe=recipe, scale=scale, baseline=baseline,
-        methods=methods, runs=tuple(runs), notes=str(stored.get("notes") or ""),
-    )  # fmt: skip
+    title, notes = str(stored.get("title") or made), str(stored.get("notes") or "")
+    return Comparison(home, name, title, recipe, scale, baseline, methods, tuple(runs), notes)

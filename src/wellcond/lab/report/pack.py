@@ -30,8 +30,6 @@ from wellcond.run_records import SCHEMA, checksum, seal
 OWN = frozenset({"schema", "kind", "method", "seed", "status", "samples", "final", "best", "test"})
 """Keys of a record that are never shared: what a run is and what came out."""
 MOST_POINTS = 60
-DIGITS = 7
-"""Significant digits of what is plotted, and of what tables print means of."""
 CURVES = ("loss", *(f"grad_norm_{role}" for role in records.ROLES))
 
 
@@ -180,8 +178,8 @@ def pack_heads(rows: Rows) -> dict[str, list[Any]]:
 
 
 def _rounded(value: Any) -> Any:
-    """A number with seven significant digits; NaN is no value."""
+    """A number with seven significant digits, enough for plots and for means that tables print; NaN is no value."""
     if not isinstance(value, float) or math.isinf(value):
         return value
-    short = float(f"{value:.{DIGITS}g}")
+    short = float(f"{value:.7g}")
     return None if math.isnan(short) else int(short) if short == int(short) and abs(short) < 1e15 else short

@@ -64,19 +64,15 @@ def gather(analysis: Analysis, *, figures: bool = True) -> Content:
 
 
 def build_report(folder: Path, *, pictures: bool = True) -> list[Path]:
-    """Write `report/` into the folder of every comparison found; the same records give the same files.
+    """Write `report/` into the folder of every comparison found; without pictures only `report.md` and the tables.
 
-    Returns: path of every `report.html`; without pictures only `report.md` and the tables are written.
+    Returns: path of every `report.html`, or `report.md`. The same records give the same files.
     """
-    found = load_comparisons(folder)
-    return [write_report(gather(analyse(comparison), figures=pictures)) for comparison in found]
+    return [write_report(gather(analyse(found), figures=pictures)) for found in load_comparisons(folder)]
 
 
 def write_report(content: Content) -> Path:
-    """Write the report of a comparison; without figures, no page. Nothing is written if a record is broken.
-
-    Figures and tables of an older report that no longer exist are removed.
-    """
+    """Write the report of a comparison; without figures, no page. Nothing is written if a record is broken."""
     folder, figures = content.analysis.comparison.folder, content.figures
     files: dict[str, str | bytes] = {"report.md": render_markdown(content)}
     files |= {f"tables/{table.name}.csv": table_csv(table) for table in (*content.tables, content.provenance)}
@@ -94,7 +90,7 @@ def write_report(content: Content) -> Path:
         write_atomically(home / name, made)
     for path in [*home.glob("figures/*"), *home.glob("tables/*")] if figures is not None else ():
         if path.suffix in (".csv", ".svg", ".png") and path.relative_to(home).as_posix() not in files:
-            path.unlink()
+            path.unlink()  # of an older report
     return home / ("report.md" if figures is None else "report.html")
 
 

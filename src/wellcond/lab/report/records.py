@@ -133,10 +133,7 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """`finished`, `diverged`, `failed` or `partial`.
-
-        A finished run whose metric is not finite has diverged. `running` in a record that is only read means killed.
-        """
+        """`finished`, `diverged` (also at the end: its metric is not finite), `failed`, or `partial` (also killed)."""
         if self.status == "finished":
             return "finished" if abs(self.value) < math.inf else "diverged"
         return self.status if self.status in ("diverged", "failed") else "partial"
@@ -156,8 +153,7 @@ class Run:
         """Rows of evaluation."""
         rows, name = self._rows("evaluations"), self.metric.name
         if self.status == "finished" and rows and rows[-1].get(name) != self.record["final"][name]:
-            other = f"the last row of evaluations.jsonl has {rows[-1].get(name)}: one of them was changed"
-            said = f"has {name} {self.value} at the end, but {other}"
+            said = f"has {name} {self.value}, but the end of evaluations.jsonl {rows[-1].get(name)}: one was changed"
             raise RunRecordError(self.file, said, REPEAT.format(self.folder))
         return rows
 

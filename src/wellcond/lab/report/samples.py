@@ -17,11 +17,10 @@ from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run, RunRecordError
 from wellcond.lab.report.table import plain_markdown, visible
 
-WIDTH = 100
-"""Characters in a line of a sample."""
+LINES = textwrap.TextWrapper(width=100, tabsize=4, drop_whitespace=False, replace_whitespace=False)
 MOST_PIXELS = 10**8
 FEWEST_SHOWN = 5
-"""Predictions that are shown at least, if there are so many; otherwise as many as there are objects."""
+"""Predictions of an image that are shown at least, the best first; more only if it has more objects."""
 COLOURS = ("#ff4d4d", "#35c3ff", "#ffd21f", "#5fe36b", "#ff7be5", "#ff9a2e", "#b59bff", "#2ff0d0")
 """Bright, as they must be seen on photographs."""
 Entry = dict[str, Any]
@@ -69,18 +68,14 @@ def samples_markdown(samples: dict[str, list[dict[str, str]]]) -> Iterator[str]:
             if sample["problem"]:
                 yield from (f"{title}: nothing was written ({plain_markdown(visible(sample['problem']))})", "")
                 continue
-            lines = [line.expandtabs(4) for line in visible(text).split("\n")]
-            wrapped = [textwrap.wrap(x, WIDTH, drop_whitespace=False, replace_whitespace=False) or [""] for x in lines]
+            wrapped = [LINES.wrap(line) or [""] for line in visible(text).split("\n")]
             # Fences longer than any in the text.
             fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)
             yield from (f"{title}:", "", f"{fence}text", *(part for parts in wrapped for part in parts), fence, "")
 
 
 def find_pictures(comparison: Comparison) -> list[Entry]:
-    """Images in the order of the records: title, size, JPEG, and by title the objects of the truth and of each run.
-
-    Of what one run of each method found the best are shown, as many as there are objects but at least five.
-    """
+    """Images in the order of the records: title, size, JPEG, and the objects of the truth and of each run shown."""
     pictures: dict[int, Entry] = {}
     for run in _shown_runs(comparison, images=True):
         for at, row in enumerate(run.record["samples"]):
@@ -89,8 +84,7 @@ def find_pictures(comparison: Comparison) -> list[Entry]:
                 found = [_read_object(entry, scored=True) for entry in row["predictions"]]
                 picture = pictures.setdefault(int(row["image_id"]), read)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                said = "expected 'samples' to be images with image_id, file_name, size, jpeg, truth and predictions; "
-                said += f"entry {at} is not ({type(error).__name__}: {error})"
+                said = f"expected 'samples' to be images with truth and predictions; entry {at} is not ({error!r})"
                 raise RunRecordError(run.file, said, "Repeat the run.") from error
             most = max(len(picture["panels"]["Truth"]), FEWEST_SHOWN)
             picture["panels"][f"{run.method}, seed {run.seed}"] = found[:most]

@@ -151,8 +151,8 @@ class Tuning:
             near, far = inside.values[field], outside.values[field]
             first, last = method.loss(inside), method.loss(outside)
             if last > self.tolerance:
-                share = 0.0 if math.isinf(last) or min(near, far) <= 0 else (self.tolerance - first) / (last - first)
-                return near * (far / near) ** share if share else near, False
+                share = (self.tolerance - first) / (last - first)  # zero where a run diverged
+                return near * (far / near) ** share if min(near, far) > 0 else near, False
         return points[-1].values[field], True
 
 
@@ -161,19 +161,19 @@ def find_tuning(comparison: Comparison) -> Tuning | None:
     path = comparison.folder / NAME
     if not path.is_file():
         return None
-    record, methods = read_json(path, KIND), []
+    record, found = read_json(path, KIND), {}
     try:
         metric = Metric.of(record["metric"])
         for row in record["methods"]:
             points = sorted(map(TunedPoint.of, row["points"]), key=lambda point: point.rank(metric.higher_is_better))
-            if points and row["label"] in comparison.methods:
-                methods.append(TunedMethod(str(row["label"]), tuple(points), dict(row["at_edge"])))
+            if points:
+                found[str(row["label"])] = TunedMethod(str(row["label"]), tuple(points), dict(row["at_edge"]))
         fields, seeds = (tuple(map(str, record[key])) for key in ("fields", "seeds"))
         said = str(record["scored"]), str(record["test_data"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunRecordError(path, f"is no record of a search ({error!r})", "Run the comparison again.") from error
-    methods.sort(key=lambda method: comparison.methods.index(method.label))
-    return Tuning(metric, fields, tuple(methods), seeds, *said) if methods else None
+    methods = tuple(found[label] for label in comparison.methods if label in found)
+    return Tuning(metric, fields, methods, seeds, *said) if methods else None
 
 
 def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
