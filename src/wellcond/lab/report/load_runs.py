@@ -97,9 +97,7 @@ def load_comparisons(folder: Path) -> list[Comparison]:
         mark, packed = checksum(shared)[:MARK], sorted(home.glob("*/seed*.json"))
         grouped.setdefault(home, []).extend(read_packed(path, shared, mark) for path in packed)
     if not any(grouped.values()):
-        raise RunRecordError(
-            folder, "holds no run.json and no packed run, at any depth", "Make some: wellcond compare."
-        )
+        raise RunRecordError(folder, "holds no run.json and no packed run at any depth", "Make some: wellcond compare.")
     return [_assemble(home, runs, described.get(home, {})) for home, runs in sorted(grouped.items()) if runs]
 
 
