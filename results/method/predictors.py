@@ -90,7 +90,7 @@ def outcomes(comparison: Comparison, methods: Iterable[str]) -> dict[str, dict[s
     found = {"best": {method: sign * fmean(comparison.results(method).values()) for method in methods}}
     tuning = find_tuning(comparison)
     for row in tuning.methods if tuning is not None else ():
-        for point in row.points:
+        for point in row.profile("optimizer.lr"):
             if row.label in found["best"] and math.isfinite(point.mean):
                 found.setdefault(f"{point.values['optimizer.lr']:g}", {})[row.label] = sign * point.mean
     return found

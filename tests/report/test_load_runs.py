@@ -125,7 +125,7 @@ def test_bad_comparisons(folder):
 def test_folder_without_runs(tmp_path):
     with pytest.raises(RunRecordError, match=r"holds no run.json.*\n.*wellcond compare"):
         load_comparisons(tmp_path)
-    with pytest.raises(RunRecordError, match="is not a folder"):
+    with pytest.raises(RunRecordError, match=r"nowhere: holds no run.json"):
         load_comparisons(tmp_path / "nowhere")
 
 

@@ -11,11 +11,12 @@ from html.parser import HTMLParser
 import pytest
 
 from report.fake_runs import PERPLEXITY, FakeMethod, page_of, points_of, usual_methods, write_comparison, write_run
+from wellcond import pages
 from wellcond.errors import MissingExtraError
 from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import COLUMNS, build_figures, write_csv
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.page import build_report, environment, gather, render_markdown, render_page
+from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
 from wellcond.lab.report.plots import draw_static, log_range
 from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
 from wellcond.lab.report.tables import build_tables
@@ -339,7 +340,7 @@ def test_hostile_labels_do_no_harm(tmp_path):
 
 
 def test_json_in_a_script_cannot_end_it():
-    text = environment().from_string("{{ data | tojson }}").render(data={"a": "</script><!--&\u2028"})
+    text = pages.environment().from_string("{{ data | tojson }}").render(data={"a": "</script><!--&\u2028"})
     assert "<" not in text and ">" not in text and "\u2028" not in text
     assert json.loads(text) == {"a": "</script><!--&\u2028"}
 

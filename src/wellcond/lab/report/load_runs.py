@@ -77,13 +77,9 @@ def load_comparisons(folder: Path) -> list[Comparison]:
 
     A run belongs to the nearest folder above it that has a `comparison.json`. Runs without one form a comparison of
     the folder that holds their method folders, methods by name, `default` first and baseline. Packed runs
-    (`wellcond pack`) are files `METHOD/seedN.json` below their `comparison.json`.
-
-    Raises: RunRecordError if there is no run, or a file is broken or of another version.
+    (`wellcond pack`) are files `METHOD/seedN.json` below their `comparison.json`. No run at all, or a file that is
+    broken or of another version, is a RunRecordError.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise RunRecordError(folder, "is not a folder", "Give the folder that wellcond compare wrote.")
     described = {path.parent: read_json(path, "wellcond-comparison") for path in folder.rglob("comparison.json")}
     grouped: dict[Path, list[Run]] = {}
     for path in sorted(folder.rglob("run.json")):
@@ -94,22 +90,15 @@ def load_comparisons(folder: Path) -> list[Comparison]:
             continue
         home = next((above for above in inside if above in described), inside[2] if len(inside) > 2 else folder)
         grouped.setdefault(home, []).append(Run(place, read_json(path, "wellcond-run")))
-    for home, stored in sorted(described.items()):
-        grouped.setdefault(home, []).extend(_packed_runs(home, stored))
+    for home, stored in described.items():
+        shared = stored.get("shared", {})
+        if not isinstance(shared, dict):
+            raise RunRecordError(home / "comparison.json", "expected 'shared' to be a mapping", "Pack the runs again.")
+        mark, packed = checksum(shared)[:MARK], sorted(home.glob("*/seed*.json"))
+        grouped.setdefault(home, []).extend(read_packed(path, shared, mark) for path in packed)
     if not any(grouped.values()):
-        said = "holds no run.json and no packed run, at any depth"
-        raise RunRecordError(folder, said, "Make runs with wellcond compare or wellcond train first.")
+        raise RunRecordError(folder, "holds no run.json and no packed run at any depth", "Make some: wellcond compare.")
     return [_assemble(home, runs, described.get(home, {})) for home, runs in sorted(grouped.items()) if runs]
-
-
-def _packed_runs(home: Path, stored: dict[str, Any]) -> list[Run]:
-    shared = stored.get("shared")
-    if shared is None:
-        return []
-    if not isinstance(shared, dict):
-        raise RunRecordError(home / "comparison.json", "expected 'shared' to be a mapping", "Pack the runs again.")
-    mark = checksum(shared)[:MARK]
-    return [read_packed(path, shared, mark) for path in sorted(home.glob("*/seed*.json"))]
 
 
 def _check_comparable(home: Path, runs: list[Run]) -> None:
@@ -131,8 +120,7 @@ def _check_comparable(home: Path, runs: list[Run]) -> None:
             )
             if differing := setting_differences(a, b):
                 said = f"was made with other settings than {like.file}: {'; '.join(differing[:4])}"
-                advice = "Runs under different settings cannot be compared: put them into different folders."
-                raise RunRecordError(run.file, said, advice)
+                raise RunRecordError(run.file, said, "They cannot be compared: put them into different folders.")
 
 
 def _assemble(home: Path, runs: list[Run], stored: dict[str, Any]) -> Comparison:
@@ -153,7 +141,5 @@ def _assemble(home: Path, runs: list[Run], stored: dict[str, Any]) -> Comparison
     ran = [(run.part("model").get("name"), run.part("data").get("name")) for run in runs]
     made = next((f"{name}: {str(model).rpartition(':')[2]} on {data}" for model, data in ran if model and data), name)
     recipe, scale = (str(stored.get(key) or runs[0].record.get(key) or "") for key in ("recipe", "scale"))
-    return Comparison(
-        folder=home, name=name, title=str(stored.get("title") or made), recipe=recipe, scale=scale, baseline=baseline,
-        methods=methods, runs=tuple(runs), notes=str(stored.get("notes") or ""),
-    )  # fmt: skip
+    title, notes = str(stored.get("title") or made), str(stored.get("notes") or "")
+    return Comparison(home, name, title, recipe, scale, baseline, methods, tuple(runs), notes)

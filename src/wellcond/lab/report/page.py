@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wellcond import pages
 from wellcond.errors import needs_extra
@@ -31,10 +31,6 @@ from wellcond.lab.report.table import (
 from wellcond.lab.report.tables import build_tables
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-MADE = {"figures": (".png", ".svg", ".csv"), "tables": (".csv",)}
 TABS = {
     "Summary": ("summary", "required", "other_metrics"), "Tuning": ("tuning",), "Learning": (),
     "Matching": ("matching",), "Conditioning": ("conditioning",), "Attention": (), "Cost": ("cost",), "Samples": (),
@@ -63,54 +59,38 @@ def gather(analysis: Analysis, *, figures: bool = True) -> Content:
     comparison, tables, drawn = analysis.comparison, build_tables(analysis), build_figures(analysis) if figures else []
     if tuning := find_tuning(comparison):
         tables, drawn = [*tables, tuning_table(tuning)], [tuning_figure(comparison, tuning).drawable(), *drawn]
-    return Content(
-        analysis, tables, provenance_table(comparison), drawn if figures else None, find_samples(comparison),
-        find_pictures(comparison),
-    )  # fmt: skip
+    samples, pictures = find_samples(comparison), find_pictures(comparison)
+    return Content(analysis, tables, provenance_table(comparison), drawn if figures else None, samples, pictures)
 
 
 def build_report(folder: Path, *, pictures: bool = True) -> list[Path]:
-    """Write `report/` into the folder of every comparison found; the same records give the same files.
+    """Write `report/` into the folder of every comparison found; without pictures only `report.md` and the tables.
 
-    Returns: path of every `report.html`; without pictures only `report.md` and the tables are written.
+    Returns: path of every `report.html`, or `report.md`. The same records give the same files.
     """
-    found = load_comparisons(folder)
-    return [write_report(gather(analyse(comparison), figures=pictures)) for comparison in found]
+    return [write_report(gather(analyse(found), figures=pictures)) for found in load_comparisons(folder)]
 
 
 def write_report(content: Content) -> Path:
-    """Write the report of a comparison; without figures, no page. Nothing is written if a record is broken.
-
-    Each file is replaced as a whole, so that a reader never sees half of one. Figures and tables of an older report
-    that no longer exist are removed.
-    """
+    """Write the report of a comparison; without figures, no page. Nothing is written if a record is broken."""
     folder, figures = content.analysis.comparison.folder, content.figures
-    files: dict[str, str | bytes] = {
-        f"tables/{table.name}.csv": table_csv(table) for table in (*content.tables, content.provenance)
-    }
-    files["report.md"] = render_markdown(content)
+    files: dict[str, str | bytes] = {"report.md": render_markdown(content)}
+    files |= {f"tables/{table.name}.csv": table_csv(table) for table in (*content.tables, content.provenance)}
     if figures is not None:
         files["report.html"] = render_page(content)
     for figure in figures or ():
         files[f"figures/{figure.name}.csv"] = write_csv(figure)
         files[f"figures/{figure.name}.svg"] = draw_static(figure)
     home = folder / "report"
-    for place in (home, *(home / part for part in MADE)):
+    for place in (home, home / "figures", home / "tables"):
         if not place.resolve().is_relative_to(folder.resolve()):
-            said = f"is a link that leads out of {folder}, to {place.resolve()}"
-            raise RunRecordError(place, said, "Remove it.")
-    try:
-        for name, made in files.items():
-            (home / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(home / name, made)
-        for part, endings in MADE.items():
-            for path in sorted((home / part).glob("*")) if figures is not None else ():
-                if path.suffix in endings and f"{part}/{path.name}" not in files:
-                    path.unlink()
-    except OSError as error:
-        advice = "Give yourself the right to write there, make room, or copy the runs elsewhere and report those."
-        said = f"cannot be written: {error.strerror}"
-        raise RunRecordError(Path(error.filename or home), said, advice) from error
+            raise RunRecordError(place, f"is a link that leads out of {folder}, to {place.resolve()}", "Remove it.")
+    for name, made in files.items():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(home / name, made)
+    for path in [*home.glob("figures/*"), *home.glob("tables/*")] if figures is not None else ():
+        if path.suffix in (".csv", ".svg", ".png") and path.relative_to(home).as_posix() not in files:
+            path.unlink()  # of an older report
     return home / ("report.md" if figures is None else "report.html")
 
 
@@ -131,11 +111,8 @@ def _facts(comparison: Comparison) -> dict[str, str]:
 def provenance_table(comparison: Comparison) -> Table:
     """With which versions, on what, and with which settings the runs were made: what they share, where they differ."""
     runs = comparison.runs
-    rows = [
-        (f"{part}: {key}", plain_setting(value))
-        for part in ("data", "model")
-        for key, value in sorted(runs[0].part(part).items())
-    ]
+    known = [(part, key, value) for part in ("data", "model") for key, value in sorted(runs[0].part(part).items())]
+    rows = [(f"{part}: {key}", plain_setting(value)) for part, key, value in known]
     sessions = _shared([session for run in runs for session in run.sessions])
     rows += [(f"session: {key}", text) for key, text in sessions if key not in ("started", "resumed_at_step")]
     if resumed := sum(len(run.sessions) > 1 for run in runs):
@@ -195,18 +172,13 @@ def render_page(content: Content) -> str:
         for title, names in TABS.items()
     }
     has_more = {"Samples": bool(content.samples), "Detections": bool(content.pictures)}
-    return environment().get_template("comparison.html").render(
+    environment = pages.environment("wellcond.lab.report")
+    environment.filters |= {"visible": visible, "px": lambda value: f"{value:.6g}"}
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.get_template("comparison.html").render(
         comparison=content.analysis.comparison, facts=_facts(content.analysis.comparison),
         bottom_line=bottom_line(content.analysis), findings=find_findings(content.analysis), content=content,
         tabs={title: shown for title, shown in tabs.items() if any(shown) or has_more.get(title)},
         drawings={f"{figure.name}-{at}": plot for figure, listed in drawn for at, (_, plot) in enumerate(listed)},
         num_colours=NUM_COLOURS, plotly=source,
     )  # fmt: skip
-
-
-def environment() -> Environment:
-    """How the templates of this package are read."""
-    made = pages.environment("wellcond.lab.report")
-    made.filters |= {"visible": visible, "px": lambda value: f"{value:.6g}"}
-    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return made

@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from wellcond.errors import WellcondError
-from wellcond.lab.report.table import MISSING, number, show
+from wellcond.lab.report.table import number, show
 from wellcond.run_records import COMPLETE, find_problem, matches, read_record
 
 Rows = list[dict[str, Any]]
@@ -37,7 +38,7 @@ KAPPAS, LARGEST, SMALLEST = (
 ARITHMETIC = ("normalised_entropy", "diagonal_mass", "dead")
 MEASURED = ("step", "epoch", "layer", "head", *JACOBIAN, *ARITHMETIC, *KAPPAS, *LARGEST, *SMALLEST)
 COPIES = {"condition_number": "pseudo_condition_number", **{f"raw_{key}": key for key in (*KAPPAS[:3], *LARGEST[:3])}}
-"""Columns that were often equal to another, and then stored once."""
+"""Columns that are often equal to another, and then stored once."""
 
 
 class RunRecordError(WellcondError, ValueError):
@@ -91,12 +92,9 @@ class Metric:
 
     def show(self, value: float, *, sign: bool = False) -> str:
         """A value, or with `sign` a difference, as it is printed."""
-        shown = show(value * self.scale, 4)
-        if shown == MISSING or abs(value) == math.inf:
-            return shown
-        if self.percent:
-            shown = f"{value * self.scale:.2f}"
-        return f"+{shown}" if sign and value > 0 else shown
+        shown = value * self.scale
+        text = f"{shown:.2f}" if self.percent and math.isfinite(value) else show(shown, 4)
+        return f"+{text}" if sign and 0 < value < math.inf else text
 
 
 class Run:
@@ -135,10 +133,7 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """`finished`, `diverged`, `failed` or `partial`.
-
-        A finished run whose metric is not finite has diverged. `running` in a record that is only read means killed.
-        """
+        """`finished`, `diverged` (also at the end: its metric is not finite), `failed`, or `partial` (also killed)."""
         if self.status == "finished":
             return "finished" if abs(self.value) < math.inf else "diverged"
         return self.status if self.status in ("diverged", "failed") else "partial"
@@ -151,80 +146,72 @@ class Run:
     @cached_property
     def steps(self) -> Rows:
         """Rows of training."""
-        return self._rows("steps", ("step",), required=True)
+        return self._rows("steps")
 
     @cached_property
     def evaluations(self) -> Rows:
         """Rows of evaluation."""
-        rows, name = self._rows("evaluations", ("step",), required=True), self.metric.name
+        rows, name = self._rows("evaluations"), self.metric.name
         if self.status == "finished" and rows and rows[-1].get(name) != self.record["final"][name]:
-            other = f"the last row of evaluations.jsonl has {rows[-1].get(name)}: one of them was changed"
-            said = f"has {name} {self.value} at the end, but {other}"
+            said = f"has {name} {self.value}, but the end of evaluations.jsonl {rows[-1].get(name)}: one was changed"
             raise RunRecordError(self.file, said, REPEAT.format(self.folder))
         return rows
 
     @property
     def conditioning(self) -> Rows:
         """Rows of measured heads; empty if nothing was measured. Read anew each time, since there can be very many."""
-        return self._rows("conditioning", ("step", "layer", "head"), required=False)
+        return self._rows("conditioning")
 
-    def fine_tuned(self) -> Iterator[Run]:
+    def fine_tuned(self) -> list[Run]:
         """Runs that were fine-tuned from this one, with its method and seed."""
         if self.packed is None:
             paths = sorted((self.folder / "glue").glob("*/seed-0/run.json"))
             found = [Run(path.parent, read_json(path, "wellcond-run")) for path in paths]
         else:
-            stored = sorted(self.packed.get("fine_tuned", {}).items())
-            found = [_packed_run(self.file, record, {}) for _, record in stored]
+            stored = self.packed.get("fine_tuned", {})
+            found = [_packed_run(self.file, stored[name]) for name in sorted(stored)]
         for run in found:
             run.method, run.seed = self.method, self.seed
-            yield run
+        return found
 
-    def _rows(self, name: str, keys: Keys, *, required: bool) -> Rows:
+    def _rows(self, name: str) -> Rows:
         if self.packed is not None:
             try:
                 return _unpack_rows(self.packed.get(name) or {})
-            except (ValueError, TypeError, AttributeError, KeyError) as error:
-                said = f"its {name} cannot be read: {error}"
-                raise RunRecordError(self.file, said, PACK_AGAIN) from error
+            except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
+                raise RunRecordError(self.file, f"its {name} cannot be read: {error}", PACK_AGAIN) from error
         path, advice, complete = self.folder / f"{name}.jsonl", REPEAT.format(self.folder), self.status in COMPLETE
-        mark = self.record.get("logs", {}).get(path.name)
+        of_heads, mark = name == "conditioning", self.record.get("logs", {}).get(path.name)
+        keys = ("step", "layer", "head") if of_heads else ("step",)
         if not path.is_file():
-            if (required and self.status == "finished") or (mark and mark["bytes"]):
+            if (self.status == "finished" and not of_heads) or (mark and mark["bytes"]):
                 raise RunRecordError(path, f"is missing, though the run is {self.status}", advice)
             return []
         content = path.read_bytes()
         if mark and not matches(mark, content, complete=complete):
             raise RunRecordError(path, "was changed after it was written, or is not of the run in run.json", advice)
-        rows, lines = [], [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
+        # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
+        latest, lines = {}, [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
         for at, line in enumerate(lines, 1):
             try:
-                rows.append(json.loads(line))
-            except (ValueError, RecursionError) as error:
+                row = json.loads(line)
+                latest[tuple([row[key] for key in keys])] = row
+            except (ValueError, RecursionError, TypeError, KeyError) as error:
                 if at < len(lines) or complete:  # half a last line is what a killed run leaves
-                    raise RunRecordError(path, f"row {at} of {len(lines)} is not JSON ({error})", advice) from error
-        try:
-            # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
-            latest = {tuple([row[key] for key in keys]): row for row in rows}
-        except (TypeError, KeyError) as error:
-            raise RunRecordError(path, f"every row should have the keys {', '.join(keys)}", advice) from error
+                    said = f"row {at} of {len(lines)} is not JSON with the keys {', '.join(keys)} ({error!r})"
+                    raise RunRecordError(path, said, advice) from error
         return sorted(latest.values(), key=lambda row: number(row["step"]))
 
 
 def _unpack_rows(columns: Mapping[str, Any]) -> Rows:
-    """Rows from packed columns; of heads, with the columns that follow from others.
-
-    Raises: ValueError if columns are not of one length.
-    """
+    """Rows from packed columns; of heads, with the smallest singular values, which follow from others."""
     copies = {key: columns[COPIES[key]] for key in columns.get("copies", ())}
     stored = {key: value for key, value in columns.items() if key not in ("rows", "copies")} | copies
     spread = [value if isinstance(value, list) else [value] * columns.get("rows", 0) for value in stored.values()]
     rows = [dict(zip(stored, values, strict=True)) for values in zip(*spread, strict=True)]
-    for kappa, largest, smallest in zip(KAPPAS, LARGEST, SMALLEST, strict=True):
-        if smallest not in stored and kappa in stored and largest in stored:
-            for row in rows:
-                if row[kappa] is not None and row[largest] is not None:
-                    row[smallest] = number(row[largest]) / number(row[kappa])
+    for row, (kappa, largest, smallest) in product(rows, zip(KAPPAS, LARGEST, SMALLEST, strict=True)):
+        if row.get(kappa) is not None and row.get(largest) is not None:
+            row[smallest] = number(row[largest]) / number(row[kappa])
     return rows
 
 
@@ -256,35 +243,27 @@ def nested(leaves: Mapping[Keys, Any]) -> dict[str, Any]:
 
 
 def read_packed(path: Path, shared: Mapping[str, Any], mark: str) -> Run:
-    """A packed run, from its file and what all runs of its comparison share, with the checksum of that.
-
-    Raises: RunRecordError if it was changed, or packed with another comparison, or holds scores that cannot be.
-    """
+    """A packed run, from its file and what all runs of its comparison share, with the checksum of that."""
     rest = read_json(path, PACKED)
     if rest.pop("shared", None) != mark:
         raise RunRecordError(path, "was packed with another comparison.json than the one above it", PACK_AGAIN)
-    record = merge(shared, rest) | {"kind": "wellcond-run"}
-    return _packed_run(path, record, record.pop("packed", {}))
+    return _packed_run(path, merge(shared, rest))
 
 
-def _packed_run(path: Path, record: dict[str, Any], packed: Mapping[str, Any]) -> Run:
+def _packed_run(path: Path, record: dict[str, Any]) -> Run:
     record = record | {"sessions": list((record.get("sessions") or {}).values())}
     if problem := find_problem(record):
         raise RunRecordError(path, problem, PACK_AGAIN)
-    return Run(path.with_suffix(""), record, packed)
+    return Run(path.with_suffix(""), record, record.pop("packed", {}))
 
 
 def read_json(path: Path, kind: str) -> dict[str, Any]:
-    """A record of a kind and of the schema that is known here.
-
-    Raises: RunRecordError if it is anything else, was changed, or is of a run with scores that cannot be.
-    """
-    is_run = kind == "wellcond-run"
-    advice = REPEAT.format(path.parent) if is_run else f"Restore it, or delete {path} and repeat what wrote it."
+    """A record of a kind, in which nothing was changed; RunRecordError for anything else."""
     try:
         record = read_record(path, kind)
     except (OSError, ValueError) as error:
-        raise RunRecordError(path, str(error), advice) from error
+        damaged = path.parent if kind == "wellcond-run" else path
+        raise RunRecordError(path, str(error), REPEAT.format(damaged)) from error
     # Generated samples may hold anything; their pages show each such character by its number.
     return {key: value if key == "samples" else _without_controls(value) for key, value in record.items()}
 
@@ -298,17 +277,12 @@ def _without_controls(value: Any) -> Any:
     return [_without_controls(item) for item in value] if isinstance(value, list) else value
 
 
-def setting_differences(a: Any, b: Any) -> list[str]:
+def setting_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Fields in which two stored recipes differ: runs share a mean only if there is none.
 
     Left out are a field that only one of them has (an older record), and what two different methods set.
-
-    Example:
-        >>> setting_differences({"seed": 0, "optimizer": {"lr": 1}}, {"seed": 1, "optimizer": {"lr": 2}})
-        ['optimizer.lr: 1 and 2']
     """
-    methods = [config["method"] for config in (a, b) if isinstance(config, dict) and "method" in config]
-    described = [method for method in methods if isinstance(method, dict)]
+    described = [config["method"] for config in (a, b) if isinstance(config.get("method"), dict)]
     free: list[str] = []
     if len({method.get("label") for method in described}) > 1:
         for field in [field for method in described for field in method.get("set") or {}]:

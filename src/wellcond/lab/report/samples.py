@@ -17,12 +17,10 @@ from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run, RunRecordError
 from wellcond.lab.report.table import plain_markdown, visible
 
-WIDTH = 100
-"""Characters in a line of a sample."""
-JPEG_START, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+LINES = textwrap.TextWrapper(width=100, tabsize=4, drop_whitespace=False, replace_whitespace=False)
 MOST_PIXELS = 10**8
 FEWEST_SHOWN = 5
-"""Predictions that are shown at least, if there are so many; otherwise as many as there are objects."""
+"""Predictions of an image that are shown at least, the best first; more only if it has more objects."""
 COLOURS = ("#ff4d4d", "#35c3ff", "#ffd21f", "#5fe36b", "#ff7be5", "#ff9a2e", "#b59bff", "#2ff0d0")
 """Bright, as they must be seen on photographs."""
 Entry = dict[str, Any]
@@ -31,19 +29,16 @@ Entry = dict[str, Any]
 def _shown_runs(comparison: Comparison, *, images: bool) -> Iterator[Run]:
     """Of each method the finished run with the lowest seed that has samples of a kind."""
     for method in comparison.methods:
-        for run in comparison.of(method):
+        for run in comparison.finished(method).values():
             stored = run.record.get("samples")
             rows = stored if isinstance(stored, list) else []
-            if run.finished and stored and images == any(isinstance(row, dict) and "image_id" in row for row in rows):
+            if stored and images == any(isinstance(row, dict) and "image_id" in row for row in rows):
                 yield run
                 break
 
 
 def find_samples(comparison: Comparison) -> dict[str, list[dict[str, str]]]:
-    """Texts by prompt, of one run of each method: title, what was given, what the model wrote, or why there is none.
-
-    Raises: RunRecordError if a record holds something else under `samples`.
-    """
+    """Texts by prompt, of one run of each method: title, what was given, what the model wrote, or why there is none."""
     found: dict[str, list[dict[str, str]]] = {}
     for run in _shown_runs(comparison, images=False):
         try:
@@ -73,20 +68,14 @@ def samples_markdown(samples: dict[str, list[dict[str, str]]]) -> Iterator[str]:
             if sample["problem"]:
                 yield from (f"{title}: nothing was written ({plain_markdown(visible(sample['problem']))})", "")
                 continue
-            lines = [line.expandtabs(4) for line in visible(text).split("\n")]
-            wrapped = [textwrap.wrap(x, WIDTH, drop_whitespace=False, replace_whitespace=False) or [""] for x in lines]
+            wrapped = [LINES.wrap(line) or [""] for line in visible(text).split("\n")]
             # Fences longer than any in the text.
             fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)
             yield from (f"{title}:", "", f"{fence}text", *(part for parts in wrapped for part in parts), fence, "")
 
 
 def find_pictures(comparison: Comparison) -> list[Entry]:
-    """Images in the order of the records: title, size, JPEG, and by title the objects of the truth and of each run.
-
-    Of what one run of each method found the best are shown, as many as there are objects but at least five.
-
-    Raises: RunRecordError if a record holds something else.
-    """
+    """Images in the order of the records: title, size, JPEG, and the objects of the truth and of each run shown."""
     pictures: dict[int, Entry] = {}
     for run in _shown_runs(comparison, images=True):
         for at, row in enumerate(run.record["samples"]):
@@ -95,8 +84,7 @@ def find_pictures(comparison: Comparison) -> list[Entry]:
                 found = [_read_object(entry, scored=True) for entry in row["predictions"]]
                 picture = pictures.setdefault(int(row["image_id"]), read)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                said = "expected 'samples' to be images with image_id, file_name, size, jpeg, truth and predictions; "
-                said += f"entry {at} is not ({type(error).__name__}: {error})"
+                said = f"expected 'samples' to be images with truth and predictions; entry {at} is not ({error!r})"
                 raise RunRecordError(run.file, said, "Repeat the run.") from error
             most = max(len(picture["panels"]["Truth"]), FEWEST_SHOWN)
             picture["panels"][f"{run.method}, seed {run.seed}"] = found[:most]
@@ -111,7 +99,7 @@ def _read_picture(row: Entry) -> Entry:
     if not (type(height) is int and type(width) is int and 0 < height * width <= MOST_PIXELS and height > 0):
         raise ValueError(f"size {row['size']!r}")
     jpeg = base64.b64decode(row["jpeg"], validate=True)
-    if not (jpeg.startswith(JPEG_START) and jpeg.endswith(JPEG_END)):
+    if not (jpeg.startswith(b"\xff\xd8\xff") and jpeg.endswith(b"\xff\xd9")):
         raise ValueError("the image is no JPEG, or not all of one")
     return {
         "title": f"Image {int(row['image_id'])}: {visible(str(row['file_name']))}", "height": height, "width": width,

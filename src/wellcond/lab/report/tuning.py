@@ -37,13 +37,12 @@ class TunedPoint:
 
     def describe(self) -> dict[str, Any]:
         """The point as the record has it; mean and standard deviation are of the seeds that did not diverge."""
-        known = self.known
         return {
             "values": dict(self.values),
             "scores": {seed: None if math.isnan(score) else score for seed, score in self.scores.items()},
             "diverged": [int(seed) for seed, score in self.scores.items() if math.isnan(score)],
-            "mean": math.fsum(known) / len(known) if known else None,
-            "std": statistics.stdev(known) if len(known) > 1 else None,
+            "mean": statistics.fmean(self.known) if self.known else None,
+            "std": statistics.stdev(self.known) if len(self.known) > 1 else None,
         }
 
     @property
@@ -59,7 +58,7 @@ class TunedPoint:
     @property
     def mean(self) -> float:
         """Mean over seeds; NaN if one of them diverged."""
-        return math.fsum(self.scores.values()) / len(self.scores)
+        return statistics.fmean(self.scores.values())
 
     @property
     def std(self) -> float:
@@ -68,7 +67,7 @@ class TunedPoint:
 
     def rank(self, higher_is_better: bool) -> tuple[int, float, list[float]]:
         """Sorts points from the best mean, the smaller values of equals; one with a diverged seed after all others."""
-        mean = math.fsum(self.known) / len(self.known) if self.known else 0.0
+        mean = statistics.fmean(self.known or [0.0])
         return self.lost, -mean if higher_is_better else mean, list(self.values.values())
 
 
@@ -78,22 +77,22 @@ class TunedMethod:
 
     label: str
     points: tuple[TunedPoint, ...]
-    best: TunedPoint
+    """The best first."""
     at_edge: Mapping[str, str]
-    higher_is_better: bool
+
+    @property
+    def best(self) -> TunedPoint:
+        """The point at which the method is compared."""
+        return self.points[0]
 
     def profile(self, field: str) -> list[TunedPoint]:
         """The best point at each value of a field, by value; with one field that is every point."""
-        found: dict[float, TunedPoint] = {}
-        for point in sorted(self.points, key=lambda point: point.rank(self.higher_is_better)):
-            found.setdefault(point.values[field], point)
+        found = {point.values[field]: point for point in reversed(self.points)}
         return [found[value] for value in sorted(found)]
 
     def loss(self, point: TunedPoint) -> float:
         """How much worse than the best a point is; infinite where a run diverged."""
-        if point.lost or self.best.lost:
-            return math.inf
-        return self.best.mean - point.mean if self.higher_is_better else point.mean - self.best.mean
+        return math.inf if point.lost or self.best.lost else abs(self.best.mean - point.mean)
 
 
 class GoodRange(NamedTuple):
@@ -107,8 +106,7 @@ class GoodRange(NamedTuple):
 
     def show(self) -> str:
         """Both ends, and how wide that is."""
-        ends = f"{self.low:.3g}{' or less' if self.open_below else ''} to {self.high:.3g}"
-        ends += " or more" if self.open_above else ""
+        ends = f"{self.low:.3g}{' or less' * self.open_below} to {self.high:.3g}{' or more' * self.open_above}"
         least = "at least " if self.open_below or self.open_above else ""
         return f"{ends} ({least}{self.high / self.low:.1f}x wide)" if self.low > 0 else ends
 
@@ -136,15 +134,15 @@ class Tuning:
         return SHARE * (max(best) if self.metric.higher_is_better else min(best)) if best else math.nan
 
     def good_range(self, method: TunedMethod, field: str) -> GoodRange | None:
-        """Where the mean stays within the tolerance of the best; None where there is no tolerance, or no best.
+        """Where the mean stays within the tolerance of the best; None where a run diverged even there.
 
         From the best value outwards, up to the first value that is worse. Between it and its neighbour the mean is
         interpolated over the logarithm of the value; where a run diverged the range ends at the neighbour.
         """
-        if math.isnan(self.tolerance) or method.best.lost:
+        if method.best.lost:
             return None
         points = method.profile(field)
-        at = [point.values[field] for point in points].index(method.best.values[field])
+        at = points.index(method.best)
         return GoodRange(*self._end(method, field, points[at::-1]), *self._end(method, field, points[at:]))
 
     def _end(self, method: TunedMethod, field: str, points: Sequence[TunedPoint]) -> tuple[float, bool]:
@@ -153,38 +151,29 @@ class Tuning:
             near, far = inside.values[field], outside.values[field]
             first, last = method.loss(inside), method.loss(outside)
             if last > self.tolerance:
-                share = 0.0 if math.isinf(last) or min(near, far) <= 0 else (self.tolerance - first) / (last - first)
-                return near * (far / near) ** share if share else near, False
+                share = (self.tolerance - first) / (last - first)  # zero where a run diverged
+                return near * (far / near) ** share if min(near, far) > 0 else near, False
         return points[-1].values[field], True
 
 
 def find_tuning(comparison: Comparison) -> Tuning | None:
-    """The search of a comparison; None if there was none, or it found nothing.
-
-    Raises: RunRecordError if the record is broken or was changed.
-    """
+    """The search of a comparison; None if there was none, or it found nothing."""
     path = comparison.folder / NAME
     if not path.is_file():
         return None
-    record = read_json(path, KIND)
+    record, found = read_json(path, KIND), {}
     try:
         metric = Metric.of(record["metric"])
-        methods = [
-            TunedMethod(
-                str(row["label"]), tuple(map(TunedPoint.of, row["points"])), TunedPoint.of(row["best"]),
-                dict(row["at_edge"]), metric.higher_is_better,
-            )
-            for row in record["methods"]
-            if row["best"] is not None and row["label"] in comparison.methods
-        ]  # fmt: skip
+        for row in record["methods"]:
+            points = sorted(map(TunedPoint.of, row["points"]), key=lambda point: point.rank(metric.higher_is_better))
+            if points:
+                found[str(row["label"])] = TunedMethod(str(row["label"]), tuple(points), dict(row["at_edge"]))
         fields, seeds = (tuple(map(str, record[key])) for key in ("fields", "seeds"))
         said = str(record["scored"]), str(record["test_data"])
-        if any(method.best.values not in [point.values for point in method.points] for method in methods):
-            raise ValueError("a best value that was not tried")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunRecordError(path, f"is no record of a search ({error!r})", "Run the comparison again.") from error
-    methods.sort(key=lambda method: comparison.methods.index(method.label))
-    return Tuning(metric, fields, tuple(methods), seeds, *said) if methods else None
+    methods = tuple(found[label] for label in comparison.methods if label in found)
+    return Tuning(metric, fields, methods, seeds, *said) if methods else None
 
 
 def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
