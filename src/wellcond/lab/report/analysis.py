@@ -110,11 +110,16 @@ class Analysis:
         return statistics.judge(difference, self.margin, diverged=lost, baseline_diverged=lost_baseline)
 
     def verdict(self, difference: statistics.PairedDifference) -> Cell:
-        """The same for a table; empty without pairs."""
+        """The same in a few words, for a table; empty without pairs."""
         if not difference.count:
             return MISSING, {"verdict": ""}
-        verdict = self.judge(difference)
-        return verdict.show(self.comparison.result), {"verdict": verdict.kind}
+        verdict, margin = self.judge(difference), self.comparison.result.show(self.margin)
+        said: str = verdict.kind
+        if verdict.kind == "equal":
+            said = f"equal: {verdict.reason}" if verdict.reason else f"equal within {margin}"
+        elif verdict.kind != "undecided" and verdict.p_equal is not None and verdict.p_equal < statistics.ALPHA:
+            said = f"{verdict.kind}, by less than {margin}"
+        return said, {"verdict": verdict.kind}
 
     def outcomes(self, method: str) -> Counter[str]:
         """How many runs finished, diverged, failed, or are partial."""

@@ -236,10 +236,10 @@ def match_rows(unit: str, matchings: Mapping[str, Matching]) -> list[Row]:
     rows, budgets = [], []
     for method, matching in matchings.items():
         for seed, match in matching.by_seed.items():
-            value = number(getattr(match, unit)) if match.reached else math.inf
-            rows.append(Row(method, str(seed), number(match.step), number(match.epoch), value))
+            value = getattr(match, unit) if match.reached else math.inf
+            rows.append(Row(method, str(seed), match.step, match.epoch, value))
             budgets.append(match.total[unit])
-        if matching.reached:
+        if matching.censored < len(matching.by_seed):
             rows.append(Row(method, MEAN, *(matching.mean(key) for key in ("step", "epoch", unit))))
     return rows + ([Row(BUDGET, MEAN, math.nan, math.nan, max(budgets))] if budgets else [])
 

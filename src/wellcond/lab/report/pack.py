@@ -220,8 +220,7 @@ def _means(heads: Rows) -> dict[str, float]:
     values = {key: [number(row.get(key)) for row in heads] for key in (*KAPPAS, *LARGEST, *ARITHMETIC)}
     means = {key: finite_mean(values[key]) for key in ARITHMETIC}
     for key in (*KAPPAS, *LARGEST):
-        found = summarise_logs(values[key])
-        means[key] = math.inf if found.infinite and not found.finite else found.geometric_mean
+        means[key] = summarise_logs(values[key]).geometric_mean
     return means
 
 

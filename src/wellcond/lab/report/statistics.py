@@ -23,8 +23,6 @@ NUM_DRAWS = 10_000
 ALPHA = 0.05
 POWER = 0.8
 MOST_SUMS = 2**20
-_CLOSE = 1e-6
-"""Sums that differ by less, in units of the largest difference, are the same."""
 
 Interval = tuple[float, float]
 Kind = Literal["better", "worse", "equal", "undecided"]
@@ -48,8 +46,22 @@ class Summary:
 
     @property
     def std(self) -> float:
-        """Sample standard deviation, divisor n - 1; NaN below two values."""
-        return sample_std(list(self.values.values()))
+        """Sample standard deviation; exactly zero where values differ by rounding only, NaN below two values."""
+        if self.count < 2:
+            return math.nan
+        values = list(self.values.values())
+        spread = float(np.std(values, ddof=1))
+        # Differences such as 0.93 - 0.90 and 0.53 - 0.50 are equal but for rounding, and would give p = 1e-30.
+        return 0.0 if spread <= 1e-12 * max(map(abs, values)) else spread
+
+    @property
+    def interval(self) -> Interval | None:
+        """95 % interval of the mean by the t distribution; None below three values."""
+        if self.count < FEWEST_SEEDS:
+            return None
+        mean, half = float(np.mean(list(self.values.values()))), self.std / math.sqrt(self.count)
+        half *= float(stdtrit(self.count - 1, 0.5 + LEVEL / 2))
+        return mean - half, mean + half
 
     def show(self, metric: Metric) -> str:
         """Mean and standard deviation, the latter where there is one."""
@@ -77,11 +89,6 @@ class PairedDifference(Summary):
     """`p` corrected over its question: all pairs with the same baseline and metric."""
 
     @property
-    def interval(self) -> Interval | None:
-        """95 % interval of the mean by the t distribution; None below three seeds."""
-        return t_interval(list(self.values.values()))
-
-    @property
     def bootstrap(self) -> Interval | None:
         """95 % percentile interval of the mean over 10,000 draws with a fixed seed; None below five seeds."""
         if self.count < FEWEST_FOR_BOOTSTRAP:
@@ -99,10 +106,12 @@ class PairedDifference(Summary):
         mean = float(np.mean(list(self.values.values())))
         return float(2 * stdtr(self.count - 1, -abs(mean) / self.std * math.sqrt(self.count)))
 
-    @property
-    def detectable(self) -> float:
-        """The smallest true difference that as many pairs with this spread show; NaN where none can be told."""
-        return smallest_detectable(self.std, self.count)
+    def p_equal(self, margin: float) -> float | None:
+        """Larger p of two one-sided paired t tests that the mean lies inside ± `margin`; None if not defined."""
+        if self.count < FEWEST_SEEDS or not self.std > 0 or not margin > 0:
+            return None
+        error, mean = self.std / math.sqrt(self.count), float(np.mean(list(self.values.values())))
+        return float(stdtr(self.count - 1, (abs(mean) - margin) / error))
 
     @property
     def without_spread(self) -> bool:
@@ -114,13 +123,12 @@ class PairedDifference(Summary):
         return metric.show(self.mean, sign=True) + (f" {show_interval(self.interval, metric)}" if self.interval else "")
 
     def columns(self, metric: Metric) -> Values:
-        """The numbers for programs; empty without pairs."""
-        found: Values = {
-            "difference": self.mean * metric.scale, "difference_sd": self.std * metric.scale,
+        """The numbers for programs."""
+        return {
+            "pairs": self.count, "difference": self.mean * metric.scale, "difference_sd": self.std * metric.scale,
             **interval_values(self.interval, metric.scale), "relative": self.relative, "p": self.p,
             "p_holm": self.p_holm,
         }  # fmt: skip
-        return {"pairs": self.count} | (found if self.count else dict.fromkeys(found))
 
 
 NO_PAIRS = PairedDifference({}, "", "", math.nan)
@@ -131,11 +139,12 @@ class LogSummary:
     """Condition numbers on log10: means are geometric, and what is not finite is counted."""
 
     geometric_mean: float
+    """Of the finite values; infinite if all are."""
     interval: Interval | None
     """95 % interval of the geometric mean; None below three finite values."""
     finite: int
     total: int
-    infinite: int = 0
+    infinite: int
 
     @property
     def infinite_share(self) -> float:
@@ -149,8 +158,7 @@ class LogSummary:
 
     def cell(self, name: str, *, interval: bool = False) -> Cell:
         """The geometric mean and, if wanted, its interval."""
-        mean = self.geometric_mean if self.finite or not self.infinite else math.inf
-        ends = self.interval if interval else None
+        mean, ends = self.geometric_mean, self.interval if interval else None
         shown = show(mean) + (f" [{show(ends[0])}, {show(ends[1])}]" if ends else "")
         numbers = interval_values(ends, prefix=f"{name}_") if interval else {}
         return self.show(shown), {name: mean, **numbers, f"{name}_infinite_share": self.infinite_share}
@@ -161,38 +169,10 @@ class Verdict:
     """What one difference decides."""
 
     kind: Kind
-    margin: float
-    """A difference below it counts as none; NaN where there is no margin."""
     p_equal: float | None
     """Larger p of the two one-sided tests against the margin; None where they are not defined."""
     reason: str = ""
     """Why there is no other verdict, or what limits it; may be empty."""
-
-    def show(self, metric: Metric) -> str:
-        """One or a few words."""
-        if self.kind == "equal":
-            return f"equal: {self.reason}" if self.reason else f"equal within {metric.show(self.margin)}"
-        if self.kind in ("better", "worse") and self.p_equal is not None and self.p_equal < ALPHA:
-            return f"{self.kind}, by less than {metric.show(self.margin)}"
-        return self.kind
-
-
-def sample_std(values: Sequence[float]) -> float:
-    """Sample standard deviation; exactly zero where values differ by rounding only."""
-    if len(values) < 2:
-        return math.nan
-    spread = float(np.std(np.asarray(values, dtype=float), ddof=1))
-    # Differences such as 0.93 - 0.90 and 0.53 - 0.50 are equal but for rounding, and would give p = 1e-30.
-    return 0.0 if spread <= 1e-12 * max(map(abs, values)) else spread
-
-
-def t_interval(values: Sequence[float]) -> Interval | None:
-    """95 % interval of the mean by the t distribution; None below three values."""
-    if len(values) < FEWEST_SEEDS:
-        return None
-    mean, half = float(np.mean(values)), sample_std(values) / math.sqrt(len(values))
-    half *= float(stdtrit(len(values) - 1, 0.5 + LEVEL / 2))
-    return mean - half, mean + half
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -241,15 +221,6 @@ def smallest_detectable(std: float, n: int) -> float:
     return std * high / math.sqrt(n)
 
 
-def equality_p(values: Sequence[float], margin: float) -> float | None:
-    """Larger p of two one-sided paired t tests that the mean difference lies inside ± `margin`; None if not defined."""
-    std = sample_std(values)
-    if len(values) < FEWEST_SEEDS or not std > 0 or not margin > 0:
-        return None
-    error, mean = std / math.sqrt(len(values)), float(np.mean(values))
-    return float(stdtr(len(values) - 1, (abs(mean) - margin) / error))
-
-
 def sign_flip_p(values: Sequence[float]) -> float | None:
     """Two-sided p of the exact permutation test on paired differences, all 2^n flips of sign; None if all are zero.
 
@@ -261,7 +232,7 @@ def sign_flip_p(values: Sequence[float]) -> float | None:
 
 
 def sign_flip_equality_p(values: Sequence[float], margin: float) -> float:
-    """The counterpart of `equality_p` for counts: the larger p of two one-sided exact tests against ± `margin`.
+    """The counterpart of `p_equal` for counts: the larger p of two one-sided exact tests against ± `margin`.
 
     Each flips the signs of the differences from one end of the margin, which assumes that they are symmetric about
     their centre. With `n` differences p is at least 1 / 2^n: five are needed to come below 0.05.
@@ -280,7 +251,7 @@ def _lower_flips(values: Sequence[float]) -> float:
         counts = np.bincount(places, weights=np.concatenate([counts, counts]))
         if len(sums) > MOST_SUMS:
             raise ValueError(f"expected at most {MOST_SUMS} different sums, found more with {len(values)} differences")
-    return float(counts[sums <= math.fsum(values) / unit + _CLOSE].sum() / counts.sum())
+    return float(counts[sums <= math.fsum(values) / unit + 1e-6].sum() / counts.sum())
 
 
 def judge(
@@ -291,15 +262,13 @@ def judge(
     Better and worse need p below 0.05 after Holm's correction. Equal needs both one-sided tests at 5 %, or differences
     that are all zero. Runs that diverged are in no pair, so a side that lost runs cannot come out as better or equal.
     """
-    values = list(difference.values.values())
-    p_equal = equality_p(values, margin)
+    p_equal, reason = difference.p_equal(margin), ""
     kind: Kind = "undecided"
-    reason = ""
     if difference.count < FEWEST_SEEDS:
         reason = f"fewer than {FEWEST_SEEDS} pairs"
     elif difference.p_holm is not None and difference.p_holm < ALPHA:
         kind = "better" if difference.mean > 0 else "worse"
-    elif not any(values):
+    elif not any(difference.values.values()):
         kind, reason = "equal", "tied in every seed"
     elif difference.without_spread:
         reason = "all differences are equal, so t is not defined"
@@ -309,14 +278,7 @@ def judge(
         kind, reason = "undecided", f"{kind} in the runs that survived, but {diverged} diverged"
     elif baseline_diverged and kind in ("worse", "equal"):
         kind, reason = "undecided", f"{kind} where both survived, but {baseline_diverged} of the baseline diverged"
-    return Verdict(kind, margin, p_equal, reason)
-
-
-def typical_std(differences: Sequence[PairedDifference]) -> float:
-    """Standard deviation of paired differences, pooled over methods; NaN where none has a spread."""
-    known = [(d.std**2, d.count - 1) for d in differences if d.count > 1 and d.std > 0]
-    weight = sum(freedom for _, freedom in known)
-    return math.sqrt(math.fsum(v * f for v, f in known) / weight) if weight else math.nan
+    return Verdict(kind, p_equal, reason)
 
 
 def describe_power(metric: Metric, differences: Iterable[PairedDifference], seeds: int | None = None) -> list[str]:
@@ -325,26 +287,28 @@ def describe_power(metric: Metric, differences: Iterable[PairedDifference], seed
     By default as many seeds as there are pairs; a comparison that is to come may have others.
     """
     known = list(differences)
-    pairs = max((difference.count for difference in known), default=0)
-    std, count = typical_std(known), pairs if seeds is None else seeds
-    smallest = smallest_detectable(std, count)
+    pairs, spread = max((d.count for d in known), default=0), [d for d in known if d.std > 0]
+    freedom = sum(d.count - 1 for d in spread)
+    pooled = math.sqrt(math.fsum(d.std**2 * (d.count - 1) for d in spread) / freedom) if spread else math.nan
+    count = pairs if seeds is None else seeds
+    smallest = smallest_detectable(pooled, count)
     if math.isnan(smallest):
         return []
     return [
         f"{show_seeds(count)} can show a true difference of {metric.show(smallest)}{metric.unit} (power "
         f"{show_share(POWER)}, level {ALPHA}, one comparison; paired differences here have a standard deviation of "
-        f"{metric.show(std)}{metric.unit} over {show_seeds(pairs)})."
+        f"{metric.show(pooled)}{metric.unit} over {show_seeds(pairs)})."
     ]
 
 
 def summarise_logs(values: Iterable[float]) -> LogSummary:
-    """Geometric mean of the finite values among some condition numbers."""
+    """Summary of some condition numbers."""
     listed = list(values)
     logs = [math.log10(value) for value in listed if math.isfinite(value) and value > 0]
-    mean = 10 ** (math.fsum(logs) / len(logs)) if logs else math.nan
-    around = t_interval(logs)
+    infinite, around = sum(value == math.inf for value in listed), Summary(dict(enumerate(logs))).interval
+    mean = 10 ** (math.fsum(logs) / len(logs)) if logs else math.inf if infinite else math.nan
     interval = None if around is None else (10 ** around[0], 10 ** around[1])
-    return LogSummary(mean, interval, len(logs), len(listed), sum(value == math.inf for value in listed))
+    return LogSummary(mean, interval, len(logs), len(listed), infinite)
 
 
 def show_interval(interval: Interval | None, metric: Metric) -> str:

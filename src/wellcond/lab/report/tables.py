@@ -9,7 +9,15 @@ from typing import Any
 from wellcond.lab.report.analysis import Analysis, seconds_per_step
 from wellcond.lab.report.match import SMOOTH, show_match
 from wellcond.lab.report.records import KAPPAS, Metric
-from wellcond.lab.report.statistics import LogSummary, Summary, interval_values, show_interval, show_p, summarise_logs
+from wellcond.lab.report.statistics import (
+    LogSummary,
+    Summary,
+    interval_values,
+    show_interval,
+    show_p,
+    smallest_detectable,
+    summarise_logs,
+)
 from wellcond.lab.report.table import MISSING, Cell, Row, Table, finite_mean, number, show, show_known, show_share
 
 NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
@@ -147,7 +155,7 @@ def statistics_table(analysis: Analysis) -> Table:
                 show_interval(bootstrap, metric), interval_values(bootstrap, metric.scale, "bootstrap_"),
             ),
             "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
-            "can show": _scaled("detectable", d.detectable, metric),
+            "can show": _scaled("detectable", smallest_detectable(d.std, d.count), metric),
         })  # fmt: skip
     of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
     note = of_tested if comparison.tested else f"Last {metric.label} of finished runs"
@@ -194,7 +202,7 @@ def matching_table(analysis: Analysis) -> Table:
                 f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING,
                 {"never_reached": matching.censored, "seeds": len(by_seed)},
             ),
-            f"earlier than {baseline} itself": (matching.show_gain(), {"gain": matching.gain}),
+            f"earlier than {baseline} itself": matching.gain_cell(),
             "p (exact, Holm)": (show_p(matching.p_holm), {"p": matching.p, "p_holm": matching.p_holm}),
             "share of training saved": _known("saving", matching.mean("saving"), "{:.0%}"),
             "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
@@ -274,7 +282,7 @@ def _over_seeds(analysis: Analysis, method: str, key: str) -> LogSummary:
 def _last(analysis: Analysis, method: str, key: str) -> dict[int, float]:
     """Geometric mean over heads and layers at the last measurement, by seed."""
     found = {table.run.seed: summarise_logs(table.at_end(key)).geometric_mean for table in analysis.tables(method)}
-    return {seed: value for seed, value in found.items() if math.isfinite(value)}
+    return {seed: value for seed, value in found.items() if not math.isnan(value)}
 
 
 def other_metrics_table(analysis: Analysis) -> Table:

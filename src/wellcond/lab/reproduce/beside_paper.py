@@ -239,7 +239,7 @@ def _figure_rows(
             saving, count = matching.mean("saving"), len(matching.by_seed)
             runs = f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}"
             numbers: Values = {
-                "n": count, "reached": len(matching.reached), "matched": matching.mean(unit), "saving": saving,
+                "n": count, "reached": count - matching.censored, "matched": matching.mean(unit), "saving": saving,
                 "paper": part.mean(name, (panel,)),
             }  # fmt: skip
             shown, paper = show_known(saving, "saves {:.0%}"), part.show(name, panel) or MISSING

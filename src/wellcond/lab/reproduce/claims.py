@@ -148,20 +148,21 @@ def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Verdict 
     names = () if rule.over_folder else (rule.method, over)
     lost = [analysis.outcomes(name)["diverged"] for name in names] or [0, 0]
     claimed: Kind = "equal" if rule.kind == "same" else "better"
-    values, paper = list(base.values()), paper_share(rule, table)
-    return difference.p, lambda p: _decide(replace(difference, p_holm=p), metric, values, paper, lost, claimed)
+    paper = paper_share(rule, table)
+    return difference.p, lambda p: _decide(replace(difference, p_holm=p), metric, base, paper, lost, claimed)
 
 
 def _decide(
-    difference: statistics.PairedDifference, metric: Metric, base: Sequence[float], paper: float | None,
+    difference: statistics.PairedDifference, metric: Metric, base: dict[int, float], paper: float | None,
     lost: Sequence[int] = (0, 0), claimed: Kind = "better",
 ) -> Verdict:  # fmt: skip
     """Judge a corrected difference, given the values of the second method and diverged runs of both.
 
     The paper's gain is a share of its baseline's error, None if it has no number; `claimed` agrees with the paper.
     """
-    error = metric.error(math.fsum(base) / len(base))
-    margin = abs(paper) * error / 2 if paper is not None and math.isfinite(error) else statistics.sample_std(base)
+    other = statistics.Summary(base)
+    error = metric.error(other.mean)
+    margin = abs(paper) * error / 2 if paper is not None and math.isfinite(error) else other.std
     verdict = judge(difference, margin, diverged=lost[0], baseline_diverged=lost[1])
     said = [f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"]
     if difference.interval is not None and not difference.without_spread:
@@ -169,13 +170,13 @@ def _decide(
     said[0] += f", {show_seeds(difference.count)}"
     said[0] += f", p {statistics.show_p(difference.p_holm)}" if difference.p_holm is not None else ""
     if paper is not None and math.isfinite(error) and error:
-        other = difference.baseline if len(difference.baseline) <= LONGEST else "the other"
-        said.append(f"{difference.mean / error:+.1%} of the error of {other}, the paper's {paper:+.1%}")
+        named = difference.baseline if len(difference.baseline) <= LONGEST else "the other"
+        said.append(f"{difference.mean / error:+.1%} of the error of {named}, the paper's {paper:+.1%}")
     said += [verdict.reason] if verdict.reason else []
     if verdict.kind in ("equal", "undecided") and difference.count > 1 and margin > 0:
         said.append(f"margin {metric.show(margin)}")
     if verdict.kind == "undecided":
-        least = difference.detectable
+        least = statistics.smallest_detectable(difference.std, difference.count)
         said += [f"so many seeds show {metric.show(least)}"] if math.isfinite(least) else []
     as_claimed = None if verdict.kind == UNDECIDED else verdict.kind == claimed
     return Verdict(verdict.kind, "; ".join(said), as_claimed)
@@ -198,7 +199,7 @@ def _kappa(rule: Rule, analysis: Analysis) -> Verdict | Test:
         said.append(f"infinite and in no mean: {singular} of {rule.method}, {base_singular} of {rule.over}")
 
     def decide(p: float | None) -> Verdict:
-        verdict = _decide(replace(difference, p_holm=p), ORDERS, list(base.values()), None)
+        verdict = _decide(replace(difference, p_holm=p), ORDERS, base, None)
         evidence = f"{'; '.join(said)}: {verdict.evidence}"
         if singular != base_singular and verdict.word == (BETTER if singular > base_singular else WORSE):
             return Verdict(UNDECIDED, evidence)
@@ -230,7 +231,7 @@ def _saving(rule: Rule, analysis: Analysis) -> Verdict | Test:
     """
     matchings = [analysis.matchings.get(name) for name in (analysis.comparison.baseline, rule.method)]
     base, values = (
-        {} if matching is None else {seed: match.saving or 0.0 for seed, match in matching.by_seed.items()}
+        {} if matching is None else {s: 0.0 if math.isnan(m.saving) else m.saving for s, m in matching.by_seed.items()}
         for matching in matchings
     )
     differences = [values[seed] - base[seed] for seed in sorted(set(base) & set(values))]
