@@ -129,7 +129,7 @@ class Analysis:
         """Measured heads of the finished runs."""
         return [table for table in self.heads[method] if table.run.finished]
 
-    def last_jacobian(self, method: str, key: str = "pseudo_condition_number") -> statistics.LogSummary:
+    def last_heads(self, method: str, key: str = "pseudo_condition_number") -> statistics.LogSummary:
         """Condition numbers of all heads at the last measurement of every finished run."""
         return statistics.summarise_logs(value for table in self.tables(method) for value in table.at_end(key))
 

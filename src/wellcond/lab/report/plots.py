@@ -42,7 +42,7 @@ Plot = dict[str, Any]
 
 def plots(figure: Figure) -> list[tuple[str, Plot]]:
     """Heading and plot of every panel of a figure."""
-    draw = _line_plot if figure.kind == "lines" else _bar_plot
+    draw = _bar_plot if figure.bars else _line_plot
     return [(panel.title, draw(figure, panel)) for panel in figure.panels]
 
 

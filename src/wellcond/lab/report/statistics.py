@@ -101,10 +101,15 @@ class PairedDifference(Summary):
     @property
     def p(self) -> float | None:
         """Two-sided paired t test; None below three seeds, or where all differences are equal."""
-        if self.count < FEWEST_SEEDS or self.without_spread:
+        if self.count < FEWEST_SEEDS or self.std == 0:
             return None
         mean = float(np.mean(list(self.values.values())))
         return float(2 * stdtr(self.count - 1, -abs(mean) / self.std * math.sqrt(self.count)))
+
+    @property
+    def detectable(self) -> float:
+        """The smallest true difference that as many pairs with this spread show; NaN where none can be told."""
+        return smallest_detectable(self.std, self.count)
 
     def p_equal(self, margin: float) -> float | None:
         """Larger p of two one-sided paired t tests that the mean lies inside ± `margin`; None if not defined."""
@@ -112,11 +117,6 @@ class PairedDifference(Summary):
             return None
         error, mean = self.std / math.sqrt(self.count), float(np.mean(list(self.values.values())))
         return float(stdtr(self.count - 1, (abs(mean) - margin) / error))
-
-    @property
-    def without_spread(self) -> bool:
-        """All differences are equal: the t test has nothing to divide by."""
-        return self.count >= FEWEST_SEEDS and self.std == 0
 
     def show(self, metric: Metric) -> str:
         """Mean and interval, the latter where there is one."""
@@ -144,17 +144,13 @@ class LogSummary:
     """95 % interval of the geometric mean; None below three finite values."""
     finite: int
     total: int
-    infinite: int
-
-    @property
-    def infinite_share(self) -> float:
-        """Share of the known values that are infinite; 0 of nothing."""
-        return self.infinite / (self.finite + self.infinite) if self.infinite else 0.0
+    infinite_share: float
+    """Of the known values."""
 
     def show(self, mean: str) -> str:
         """A mean, and the share of infinite values, which are in none."""
-        share = f" ({INFINITE} in {show_share(self.infinite_share)})" if self.infinite else ""
-        return f"{mean}{share}" if self.finite else INFINITE if self.infinite else MISSING
+        share = f" ({INFINITE} in {show_share(self.infinite_share)})" if self.infinite_share else ""
+        return f"{mean}{share}" if self.finite else INFINITE if self.infinite_share else MISSING
 
     def cell(self, name: str, *, interval: bool = False) -> Cell:
         """The geometric mean and, if wanted, its interval."""
@@ -270,7 +266,7 @@ def judge(
         kind = "better" if difference.mean > 0 else "worse"
     elif not any(difference.values.values()):
         kind, reason = "equal", "tied in every seed"
-    elif difference.without_spread:
+    elif difference.std == 0:
         reason = "all differences are equal, so t is not defined"
     elif p_equal is not None and p_equal < ALPHA:
         kind = "equal"
@@ -308,7 +304,7 @@ def summarise_logs(values: Iterable[float]) -> LogSummary:
     infinite, around = sum(value == math.inf for value in listed), Summary(dict(enumerate(logs))).interval
     mean = 10 ** (math.fsum(logs) / len(logs)) if logs else math.inf if infinite else math.nan
     interval = None if around is None else (10 ** around[0], 10 ** around[1])
-    return LogSummary(mean, interval, len(logs), len(listed), infinite)
+    return LogSummary(mean, interval, len(logs), len(listed), infinite / max(infinite + len(logs), 1))
 
 
 def show_interval(interval: Interval | None, metric: Metric) -> str:

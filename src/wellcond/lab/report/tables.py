@@ -9,16 +9,8 @@ from typing import Any
 from wellcond.lab.report.analysis import Analysis, seconds_per_step
 from wellcond.lab.report.match import SMOOTH, show_match
 from wellcond.lab.report.records import KAPPAS, Metric
-from wellcond.lab.report.statistics import (
-    LogSummary,
-    Summary,
-    interval_values,
-    show_interval,
-    show_p,
-    smallest_detectable,
-    summarise_logs,
-)
-from wellcond.lab.report.table import MISSING, Cell, Row, Table, finite_mean, number, show, show_known, show_share
+from wellcond.lab.report.statistics import Summary, interval_values, show_interval, show_p, summarise_logs
+from wellcond.lab.report.table import INFINITE, MISSING, Cell, Row, Table, finite_mean, number, show_known, show_share
 
 NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
 """Numbers of an evaluation that are no scores."""
@@ -38,12 +30,8 @@ def _method(analysis: Analysis, method: str) -> Cell:
     return method + (" (baseline)" if method == analysis.comparison.baseline else ""), {"method": method}
 
 
-def _number(name: str, value: Any, digits: int = 3) -> Cell:
-    return show(value, digits), {name: number(value)}
-
-
-def _known(name: str, value: float, form: str) -> Cell:
-    return show_known(value, form), {name: value}
+def _number(name: str, value: Any, form: str = "{:.3g}") -> Cell:
+    return show_known(number(value), form).replace("inf", INFINITE), {name: number(value)}
 
 
 def _scaled(name: str, value: float, metric: Metric, *, sign: bool = False) -> Cell:
@@ -78,9 +66,9 @@ def summary_table(analysis: Analysis) -> Table:
                 matching.show(unit),
                 {f"{unit}s_to_match": matching.mean(unit), "never_reached": matching.censored},
             ),
-            "κ(J) at end": analysis.last_jacobian(method).cell("kappa_j"),
-            "entropy / ln N at end": _known("normalised_entropy", entropy, "{:.2f}"),
-            "time of a step": _known("step_time_ratio", analysis.step_ratio(method), "{:.2f} ×"),
+            "κ(J) at end": analysis.last_heads(method).cell("kappa_j"),
+            "entropy / ln N at end": _number("normalised_entropy", entropy, "{:.2f}"),
+            "time of a step": _number("step_time_ratio", analysis.step_ratio(method), "{:.2f} ×"),
         })  # fmt: skip
     return Table.of("summary", "Summary by method", rows, _summary_notes(analysis), (0, 1, 5))
 
@@ -114,7 +102,7 @@ def _summary_notes(analysis: Analysis) -> list[str]:
         notes.append(f"{partial} unfinished (partial) {'run is' if partial == 1 else 'runs are'} in no mean.")
     if short := [m for m, d in analysis.differences.items() if d.count and d.interval is None]:
         notes.append(f"Fewer than 3 pairs, so no interval and no p: {', '.join(short)}.")
-    if flat := [m for m, d in analysis.differences.items() if d.without_spread]:
+    if flat := [m for m, d in analysis.differences.items() if d.interval and d.std == 0]:
         notes.append(f"All differences are equal: the interval has no width, t is not defined: {', '.join(flat)}.")
     if any(analysis.heads.values()):
         notes.append(
@@ -155,7 +143,7 @@ def statistics_table(analysis: Analysis) -> Table:
                 show_interval(bootstrap, metric), interval_values(bootstrap, metric.scale, "bootstrap_"),
             ),
             "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
-            "can show": _scaled("detectable", smallest_detectable(d.std, d.count), metric),
+            "can show": _scaled("detectable", d.detectable, metric),
         })  # fmt: skip
     of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
     note = of_tested if comparison.tested else f"Last {metric.label} of finished runs"
@@ -204,7 +192,7 @@ def matching_table(analysis: Analysis) -> Table:
             ),
             f"earlier than {baseline} itself": matching.gain_cell(),
             "p (exact, Holm)": (show_p(matching.p_holm), {"p": matching.p, "p_holm": matching.p_holm}),
-            "share of training saved": _known("saving", matching.mean("saving"), "{:.0%}"),
+            "share of training saved": _number("saving", matching.mean("saving"), "{:.0%}"),
             "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
             f"paired, running mean of {SMOOTH}": (
                 smoothed.show(unit), {f"running_mean_{SMOOTH}": smoothed.mean(unit)},
@@ -231,24 +219,24 @@ def conditioning_table(analysis: Analysis) -> Table:
     """Conditioning at the end, means and intervals on log10 over seeds: a row per method that was measured."""
     baseline = analysis.comparison.baseline
     bounds = {"log₁₀ true bound": "bound_log10", "log₁₀ papers' bound (not a bound)": "papers_bound_log10"}
-    base = _last(analysis, baseline, KAPPA_J)
+    base, base_infinite = _last(analysis, baseline, KAPPA_J), analysis.last_heads(baseline).infinite_share
     rows: list[Row] = []
     for method in [method for method in analysis.comparison.methods if analysis.tables(method)]:
         kappas = _last(analysis, method, KAPPA_J)
-        pseudo, strict = (analysis.last_jacobian(method, key) for key in (KAPPA_J, "condition_number"))
+        pseudo, strict = (analysis.last_heads(method, key) for key in (KAPPA_J, "condition_number"))
         (first, _), (last, dead) = (analysis.attention(method, last=at_end) for at_end in (False, True))
-        known = not pseudo.infinite and not analysis.last_jacobian(baseline).infinite and method != baseline
+        known = method != baseline and not pseudo.infinite_share and not base_infinite
         factor = summarise_logs([kappas[seed] / base[seed] for seed in sorted(set(kappas) & set(base)) if known])
         rows.append({
             "method": (method, {"method": method}),
-            "κ(J) [95 % interval]": _over_seeds(analysis, method, KAPPA_J).cell("kappa_j", interval=True),
+            "κ(J) [95 % interval]": _over_seeds(analysis, method, KAPPA_J, "kappa_j", interval=True),
             f"factor to {baseline} [95 % interval]": factor.cell("factor", interval=True),
             "κ(J) finite": (f"{pseudo.finite}/{pseudo.total}", {"finite": pseudo.finite}),
             "strict κ(J) finite": (
                 f"{strict.finite}/{strict.total}", {"strict_finite": strict.finite, "heads_measured": pseudo.total},
             ),
             **{title: _bound_cell(analysis, method, key) for title, key in bounds.items()},
-            **{f"κ of W_{key[-1].upper()}": _over_seeds(analysis, method, key).cell(key) for key in KAPPAS[:3]},
+            **{f"κ of W_{key[-1].upper()}": _over_seeds(analysis, method, key, key) for key in KAPPAS[:3]},
             "entropy / ln N, start to end": (
                 MISSING if math.isnan(first + last) else f"{first:.2f} → {last:.2f}",
                 {"normalised_entropy_start": first, "normalised_entropy_end": last},
@@ -269,14 +257,13 @@ def conditioning_table(analysis: Analysis) -> Table:
 
 def _bound_cell(analysis: Analysis, method: str, key: str) -> Cell:
     mean = finite_mean(finite_mean(table.at_end(key)) for table in analysis.tables(method))
-    return analysis.last_jacobian(method, key).show(f"{mean:.2f}"), {f"{key}_mean": mean}
+    return analysis.last_heads(method, key).show(f"{mean:.2f}"), {f"{key}_mean": mean}
 
 
-def _over_seeds(analysis: Analysis, method: str, key: str) -> LogSummary:
-    """Mean and interval over seeds, with the counts of finite and infinite heads."""
-    heads = analysis.last_jacobian(method, key)
-    summary = summarise_logs(_last(analysis, method, key).values())
-    return replace(summary, finite=heads.finite, infinite=heads.infinite)
+def _over_seeds(analysis: Analysis, method: str, key: str, name: str, *, interval: bool = False) -> Cell:
+    """Mean and interval over seeds, with the share of infinite heads."""
+    heads, seeds = analysis.last_heads(method, key), summarise_logs(_last(analysis, method, key).values())
+    return replace(seeds, finite=heads.finite, infinite_share=heads.infinite_share).cell(name, interval=interval)
 
 
 def _last(analysis: Analysis, method: str, key: str) -> dict[int, float]:
@@ -317,7 +304,7 @@ def seed_table(analysis: Analysis) -> Table:
         last = _scaled("last", run.value, metric)
         scored: Row = {
             comparison.result.label: _scaled("test", run.test_value, metric),
-            "tested step": _number("tested_step", test.get("step"), 9),
+            "tested step": _number("tested_step", test.get("step"), "{:.9g}"),
         }
         rows.append({
             "method": (run.method, {"method": run.method}),
@@ -327,9 +314,10 @@ def seed_table(analysis: Analysis) -> Table:
             **(scored if tested else {metric.label: last}),
             "difference": _scaled("difference", pairs.values.get(run.seed, math.nan), metric, sign=True),
             **({f"last {metric.label}": last} if tested else {}),
-            "loss": _number("loss", run.part("final").get("loss"), 4),
+            "loss": _number("loss", run.part("final").get("loss"), "{:.4g}"),
             f"best {metric.label}": _scaled("best", number(run.part("best").get(metric.name)), metric),
-            "step": _number("step", progress.get("step"), 9), "of": _number("num_steps", progress.get("num_steps"), 9),
+            "step": _number("step", progress.get("step"), "{:.9g}"),
+            "of": _number("num_steps", progress.get("num_steps"), "{:.9g}"),
             "seconds": _number("seconds", seconds),
             "reason": (reason := str(run.record.get("reason") or ""), {"reason": reason}),
         })  # fmt: skip
@@ -350,10 +338,10 @@ def cost_table(analysis: Analysis) -> Table:
         rows.append({
             "method": (method, {"method": method}),
             "seconds per step": _number("seconds_per_step", finite_mean(map(seconds_per_step, runs))),
-            "relative": _known("relative", analysis.step_ratio(method), "{:.2f} ×"),
-            "samples per second": _number("samples_per_second", rate, 4),
+            "relative": _number("relative", analysis.step_ratio(method), "{:.2f} ×"),
+            "samples per second": _number("samples_per_second", rate, "{:.4g}"),
             **{f"{part}, s": _number(f"{part}_seconds", seconds) for part, seconds in parts.items()},
-            "peak memory, MB": _number("peak_memory_mb", memory, 4),
+            "peak memory, MB": _number("peak_memory_mb", memory, "{:.4g}"),
         })  # fmt: skip
     note = f"Means over finished runs; relative is to {comparison.baseline} of the same seed."
     return Table.of("cost", "Cost", rows, (note, *_time_notes(analysis)))

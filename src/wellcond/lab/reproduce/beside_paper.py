@@ -164,8 +164,7 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[figure
         series = dict.fromkeys(row.series for panel in panels for row in panel.rows if row.series != figures.BUDGET)
         name = f"{id}-match" if bars and len(wanted) < len(entry.columns) else id
         title, scale = f"{id}: {entry.title} (scale {first.comparison.scale})", first.comparison.scale
-        kind: figures.Kind = "bars" if bars else "lines"
-        figure = figures.Figure(name, "", title, "", kind, panels, tuple(series), scale, first.unit).drawable()
+        figure = figures.Figure(name, "", title, "", panels, tuple(series), scale, first.unit, bars).drawable()
         if figure.panels:
             yield figure
         if any(panel.log for panel in figure.panels):
