@@ -164,6 +164,8 @@ def build_figures(analysis: Analysis) -> list[Figure]:
     """Figures with at least one point."""
     comparison, metric = analysis.comparison, analysis.comparison.metric
     scores = curves_of(analysis, "evaluations", metric.name, metric.scale)
+    count = sum(table.columns["inexact"].sum() for tables in analysis.heads.values() for table in tables)
+    inexact = f"; {count:.0f} are not exact (an estimate, or singular as far as float64 can tell)" if count else ""
     gradients = {role: curves_of(analysis, "steps", f"grad_norm_{role}") for role in ROLES}
     found = [
         ("Summary", "differences", "Paired differences",
@@ -181,7 +183,7 @@ def build_figures(analysis: Analysis) -> list[Figure]:
          [curve_panel(f"grad_norm_{role}", f"Gradient of W_{role.upper()}", "gradient norm", curves, log=True)
           for role, curves in gradients.items()]),
         ("Conditioning", "jacobian", "Condition number of the Jacobian",
-         f"{HEADS} All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo){_inexact(analysis)}. "
+         f"{HEADS} All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo){inexact}. "
          "What the papers print as a bound is not one: measured values may exceed it. Values beyond 10³⁰⁰ are not "
          f"drawn. {BAND}",
          _jacobian(analysis)),
@@ -243,8 +245,3 @@ def _jacobian(analysis: Analysis) -> list[Panel]:
     values = [row.value for panel in panels for row in panel.rows if 0 < row.value < math.inf]
     span = (min(values) / 1.5, max(values) * 1.5) if values else None
     return [replace(panel, span=span) for panel in panels]
-
-
-def _inexact(analysis: Analysis) -> str:
-    count = sum(table.columns["inexact"].sum() for tables in analysis.heads.values() for table in tables)
-    return f"; {count:.0f} are not exact (an estimate, or singular as far as float64 can tell)" if count else ""

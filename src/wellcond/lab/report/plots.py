@@ -202,7 +202,7 @@ def draw_static(figure: Figure) -> bytes:
                 _draw_trace(ax, trace)
             for which in "xy":
                 _set_axis(ax, which, plot["layout"][f"{which}axis"])
-        looks = [(_paint(line["color"])[0], LINES[line["dash"]]) for line in legend.values()]
+        looks = [(_palette()[line["color"]], LINES[line["dash"]]) for line in legend.values()]
         handles = [Line2D([], [], color=colour, linestyle=dash) for colour, dash in looks]
         if handles:
             canvas.legend(handles, labels, loc="outside lower center", ncols=min(beside, len(labels)), frameon=False)
@@ -218,28 +218,20 @@ def _tidy(text: str) -> str:
 
 @cache
 def _palette() -> dict[str, str]:
-    """Colours of the light scheme by name, as the style sheets have them."""
+    """Colours of the light scheme, as the style sheets have them, by names such as `@c0`."""
     own = (resources.files("wellcond.lab.report") / "templates" / "comparison.css").read_text("utf-8")
-    found = re.findall(r"--(\w+):(#\w{6})", style() + own)
-    return dict(reversed(found))
-
-
-def _paint(name: str) -> tuple[str, float]:
-    """Colour and opacity of a name such as `@c0/0.5`."""
-    plain, _, opacity = name.removeprefix("@").partition("/")
-    return _palette()[plain], float(opacity or 1)
+    return {f"@{name}": colour for name, colour in reversed(re.findall(r"--(\w+):(#\w{6})", style() + own))}
 
 
 def _draw_trace(ax: Any, trace: Plot) -> None:
     x, y = ([math.nan if value is None else value for value in trace[key]] for key in ("x", "y"))
     if "fill" in trace:
-        colour, opacity = _paint(trace["fillcolor"])
-        ax.fill(x, y, color=colour, alpha=opacity, linewidth=0)
+        colour, opacity = trace["fillcolor"].split("/")
+        ax.fill(x, y, color=_palette()[colour], alpha=float(opacity), linewidth=0)
         return
     mode, mark = trace["mode"], trace.get("marker", {})
     line = trace["line"] if "lines" in mode else {"color": mark["color"], "width": 0, "dash": "solid"}
-    colour, opacity = _paint(line["color"])
-    look = {"color": colour, "alpha": opacity, "linestyle": LINES[line["dash"]], "linewidth": 0.8 * line["width"]}
+    look = {"color": _palette()[line["color"]], "linestyle": LINES[line["dash"]], "linewidth": 0.8 * line["width"]}
     if "markers" in mode:
         look |= {"marker": MARKERS[mark["symbol"]], "markersize": 0.65 * mark["size"]}
     ax.plot(x, y, solid_capstyle="butt", **look)

@@ -1,20 +1,17 @@
-"""Statistics of values by seed: means, intervals, paired differences of which positive is better, power and verdicts.
-
-Silent where there are too few seeds.
-"""
+"""Statistics of values by seed: means, intervals, paired differences (positive is better), power and verdicts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy.special import nctdtr, stdtr, stdtrit  # scipy.stats takes seconds to import
 
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.table import INFINITE, MISSING, PLUS_MINUS, Cell, Values, show, show_seeds, show_share
+from wellcond.lab.report.table import INFINITE, MISSING, Cell, Values, show, show_seeds, show_share
 
 LEVEL = 0.95
 FEWEST_SEEDS = 3
@@ -40,6 +37,11 @@ class Summary:
         return len(self.values)
 
     @property
+    def sample(self) -> np.ndarray:
+        """The values alone."""
+        return np.array(list(self.values.values()))
+
+    @property
     def mean(self) -> float:
         """Arithmetic mean; NaN of nothing."""
         return math.fsum(self.values.values()) / self.count if self.values else math.nan
@@ -49,8 +51,7 @@ class Summary:
         """Sample standard deviation; exactly zero where values differ by rounding only, NaN below two values."""
         if self.count < 2:
             return math.nan
-        values = list(self.values.values())
-        spread = float(np.std(values, ddof=1))
+        spread, values = float(np.std(self.sample, ddof=1)), self.values.values()
         # Differences such as 0.93 - 0.90 and 0.53 - 0.50 are equal but for rounding, and would give p = 1e-30.
         return 0.0 if spread <= 1e-12 * max(map(abs, values)) else spread
 
@@ -59,13 +60,13 @@ class Summary:
         """95 % interval of the mean by the t distribution; None below three values."""
         if self.count < FEWEST_SEEDS:
             return None
-        mean, half = float(np.mean(list(self.values.values()))), self.std / math.sqrt(self.count)
-        half *= float(stdtrit(self.count - 1, 0.5 + LEVEL / 2))
+        mean, error = float(self.sample.mean()), self.std / math.sqrt(self.count)
+        half = error * float(stdtrit(self.count - 1, 0.5 + LEVEL / 2))
         return mean - half, mean + half
 
     def show(self, metric: Metric) -> str:
         """Mean and standard deviation, the latter where there is one."""
-        return metric.show(self.mean) + ("" if math.isnan(self.std) else f" {PLUS_MINUS} {metric.show(self.std)}")
+        return metric.show(self.mean) + ("" if math.isnan(self.std) else f" ± {metric.show(self.std)}")
 
     def cell(self, metric: Metric) -> Cell:
         """For a table."""
@@ -94,8 +95,7 @@ class PairedDifference(Summary):
         if self.count < FEWEST_FOR_BOOTSTRAP:
             return None
         chosen = np.random.default_rng(0).integers(0, self.count, (NUM_DRAWS, self.count))
-        means = np.array(list(self.values.values()))[chosen].mean(1)
-        low, high = np.quantile(means, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
+        low, high = np.quantile(self.sample[chosen].mean(1), [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
         return float(low), float(high)
 
     @property
@@ -103,20 +103,18 @@ class PairedDifference(Summary):
         """Two-sided paired t test; None below three seeds, or where all differences are equal."""
         if self.count < FEWEST_SEEDS or self.std == 0:
             return None
-        mean = float(np.mean(list(self.values.values())))
-        return float(2 * stdtr(self.count - 1, -abs(mean) / self.std * math.sqrt(self.count)))
+        return float(2 * stdtr(self.count - 1, -abs(self.sample.mean()) / self.std * math.sqrt(self.count)))
 
     @property
     def detectable(self) -> float:
         """The smallest true difference that as many pairs with this spread show; NaN where none can be told."""
         return smallest_detectable(self.std, self.count)
 
-    def p_equal(self, margin: float) -> float | None:
-        """Larger p of two one-sided paired t tests that the mean lies inside ± `margin`; None if not defined."""
+    def p_equal(self, margin: float) -> float:
+        """Larger p of two one-sided paired t tests that the mean lies inside ± `margin`; NaN if not defined."""
         if self.count < FEWEST_SEEDS or not self.std > 0 or not margin > 0:
-            return None
-        error, mean = self.std / math.sqrt(self.count), float(np.mean(list(self.values.values())))
-        return float(stdtr(self.count - 1, (abs(mean) - margin) / error))
+            return math.nan
+        return float(stdtr(self.count - 1, (abs(self.sample.mean()) - margin) / (self.std / math.sqrt(self.count))))
 
     def show(self, metric: Metric) -> str:
         """Mean and interval, the latter where there is one."""
@@ -160,15 +158,11 @@ class LogSummary:
         return self.show(shown), {name: mean, **numbers, f"{name}_infinite_share": self.infinite_share}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What one difference decides."""
+class Verdict(NamedTuple):
+    """What one difference decides, and why not more; the reason may be empty."""
 
     kind: Kind
-    p_equal: float | None
-    """Larger p of the two one-sided tests against the margin; None where they are not defined."""
-    reason: str = ""
-    """Why there is no other verdict, or what limits it; may be empty."""
+    reason: str
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -202,8 +196,7 @@ def correct(differences: Iterable[PairedDifference]) -> list[PairedDifference]:
 def smallest_detectable(std: float, n: int) -> float:
     """The smallest true paired difference that the two-sided t test over `n` pairs shows at `ALPHA` with `POWER`.
 
-    Exact, by the noncentral t distribution, given the standard deviation of the paired differences; NaN below three
-    pairs, or where the differences have no spread.
+    Exact, by the noncentral t distribution; NaN below three pairs, or where the differences have no spread.
     """
     if n < FEWEST_SEEDS or not 0 < std < math.inf:
         return math.nan
@@ -258,8 +251,8 @@ def judge(
     Better and worse need p below 0.05 after Holm's correction. Equal needs both one-sided tests at 5 %, or differences
     that are all zero. Runs that diverged are in no pair, so a side that lost runs cannot come out as better or equal.
     """
-    p_equal, reason = difference.p_equal(margin), ""
     kind: Kind = "undecided"
+    reason = ""
     if difference.count < FEWEST_SEEDS:
         reason = f"fewer than {FEWEST_SEEDS} pairs"
     elif difference.p_holm is not None and difference.p_holm < ALPHA:
@@ -268,20 +261,17 @@ def judge(
         kind, reason = "equal", "tied in every seed"
     elif difference.std == 0:
         reason = "all differences are equal, so t is not defined"
-    elif p_equal is not None and p_equal < ALPHA:
+    elif difference.p_equal(margin) < ALPHA:
         kind = "equal"
     if diverged and kind in ("better", "equal"):
         kind, reason = "undecided", f"{kind} in the runs that survived, but {diverged} diverged"
     elif baseline_diverged and kind in ("worse", "equal"):
         kind, reason = "undecided", f"{kind} where both survived, but {baseline_diverged} of the baseline diverged"
-    return Verdict(kind, p_equal, reason)
+    return Verdict(kind, reason)
 
 
 def describe_power(metric: Metric, differences: Iterable[PairedDifference], seeds: int | None = None) -> list[str]:
-    """Which difference as many seeds can show, from the spread of the runs that are there; nothing without spread.
-
-    By default as many seeds as there are pairs; a comparison that is to come may have others.
-    """
+    """Which difference `seeds`, by default as many as there are pairs, can show, by the spread of the runs so far."""
     known = list(differences)
     pairs, spread = max((d.count for d in known), default=0), [d for d in known if d.std > 0]
     freedom = sum(d.count - 1 for d in spread)

@@ -23,7 +23,6 @@ Values = dict[str, Value]
 Cell = str | tuple[str, Values]
 """What is shown, and the numbers behind it, each by its name in a file for programs."""
 Row = Mapping[str, Cell]
-PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
 FORMULA = re.compile(r"[=@\t\r]|[+-][A-Za-z(]")
 """How a text begins that a spreadsheet would compute; +1.5 and -0.3 are numbers."""
 

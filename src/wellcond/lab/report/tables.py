@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from wellcond.lab.report.analysis import Analysis, seconds_per_step
-from wellcond.lab.report.match import SMOOTH, show_match
+from wellcond.lab.report.analysis import Analysis, seconds_per_step, step_ratios
+from wellcond.lab.report.match import SMOOTH, match_method, show_match
 from wellcond.lab.report.records import KAPPAS, Metric
 from wellcond.lab.report.statistics import Summary, interval_values, show_interval, show_p, summarise_logs
 from wellcond.lab.report.table import INFINITE, MISSING, Cell, Row, Table, finite_mean, number, show_known, show_share
@@ -55,6 +55,7 @@ def summary_table(analysis: Analysis) -> Table:
     for method in comparison.methods:
         summary, difference = analysis.summaries[method], analysis.difference(method)
         entropy, matching = analysis.attention(method, last=True)[0], analysis.matchings[method]
+        slower = finite_mean(step_ratios(comparison, method).values())
         rows.append({
             "method": _method(analysis, method),
             "runs": _outcomes(analysis, method),
@@ -68,7 +69,7 @@ def summary_table(analysis: Analysis) -> Table:
             ),
             "κ(J) at end": analysis.last_heads(method).cell("kappa_j"),
             "entropy / ln N at end": _number("normalised_entropy", entropy, "{:.2f}"),
-            "time of a step": _number("step_time_ratio", analysis.step_ratio(method), "{:.2f} ×"),
+            "time of a step": _number("step_time_ratio", slower, "{:.2f} ×"),
         })  # fmt: skip
     return Table.of("summary", "Summary by method", rows, _summary_notes(analysis), (0, 1, 5))
 
@@ -86,17 +87,15 @@ def _summary_notes(analysis: Analysis) -> list[str]:
         "undecided, and so is better or equal of a method that lost runs.",
     ]
     if comparison.tested:
-        notes.append(
-            f"{metric.name.capitalize()} is that {comparison.tested_weights}; {analysis.unit}s to match are "
-            "counted on the evaluation set."
-        )
+        on = f"{analysis.unit}s to match are counted on the evaluation set."
+        notes.append(f"{metric.name.capitalize()} is that {comparison.tested_weights}; {on}")
         untested = [run for run in comparison.runs if run.finished and not math.isfinite(run.test_value)]
         notes += [f"{run.method}, seed {run.seed} has no finite test score and is in no mean." for run in untested]
-    lost = (run for run in comparison.runs if run.outcome in ("diverged", "failed"))
+    lost = [run for run in comparison.runs if run.outcome in ("diverged", "failed")]
     notes += [
-        f"{method}, seed {seed} {outcome}: it is counted under runs, but its last value is in no mean and its paired "
-        "difference is left out, so the means of this method are of the runs that survived."
-        for method, seed, outcome in sorted((run.method, run.seed, run.outcome) for run in lost)
+        f"{run.method}, seed {run.seed} {run.outcome}: it is counted under runs, but its last value is in no mean and "
+        "its paired difference is left out, so the means of this method are of the runs that survived."
+        for run in sorted(lost, key=lambda run: (run.method, run.seed))
     ]
     if partial := sum(run.outcome == "partial" for run in comparison.runs):
         notes.append(f"{partial} unfinished (partial) {'run is' if partial == 1 else 'runs are'} in no mean.")
@@ -180,7 +179,7 @@ def matching_table(analysis: Analysis) -> Table:
     unit, baseline = analysis.unit, analysis.comparison.baseline
     rows: list[Row] = []
     for method in analysis.comparison.methods:
-        matching, smoothed = analysis.matchings[method], analysis.smoothed[method]
+        matching, smoothed = analysis.matchings[method], match_method(analysis.comparison, method, smooth=SMOOTH)
         papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
         rows.append({
@@ -338,7 +337,7 @@ def cost_table(analysis: Analysis) -> Table:
         rows.append({
             "method": (method, {"method": method}),
             "seconds per step": _number("seconds_per_step", finite_mean(map(seconds_per_step, runs))),
-            "relative": _number("relative", analysis.step_ratio(method), "{:.2f} ×"),
+            "relative": _number("relative", finite_mean(step_ratios(comparison, method).values()), "{:.2f} ×"),
             "samples per second": _number("samples_per_second", rate, "{:.4g}"),
             **{f"{part}, s": _number(f"{part}_seconds", seconds) for part, seconds in parts.items()},
             "peak memory, MB": _number("peak_memory_mb", memory, "{:.4g}"),
