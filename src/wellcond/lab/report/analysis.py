@@ -213,7 +213,7 @@ def bottom_line(analysis: Analysis) -> str:
         return f"Against {comparison.baseline}, {led}; with {few} no difference can be told from the luck of a seed."
     counts = Counter(WORDS[analysis.judge(difference).kind] for difference in compared)
     told = [f"{n} {'is' if n == 1 else 'are'} {word}" for word in WORDS.values() if (n := counts[word])]
-    facts = [f"95 % interval {statistics.show_interval(top.interval, metric)}"] if top.interval is not None else []
+    facts = [f"95 % interval {statistics.interval_cell(top.interval, metric)[0]}"] if top.interval is not None else []
     facts += [show_seeds(top.count), WORDS[analysis.judge(top).kind]]
     return (
         f"Of {len(compared)} {'method' if len(compared) == 1 else 'methods'} against {comparison.baseline}, "

@@ -1,7 +1,4 @@
-"""`build_figures`: the points of every figure of a comparison, in the order in which they are shown.
-
-Points are what the CSV files hold, and all that `plots` draws.
-"""
+"""`build_figures`: the points of every figure of a comparison: what the CSV files hold, and all that `plots` draws."""
 
 from __future__ import annotations
 
@@ -81,11 +78,6 @@ class Figure:
         """Horizontal place of a point."""
         return row.epoch if self.x_label == "epoch" else row.step
 
-    def place(self, series: str) -> int:
-        """Place of the method that a series belongs to; one of a run that did not finish begins with its method."""
-        found = [name for name in self.methods if series == name or series.startswith(f"{name}, seed ")]
-        return self.methods.index(max(found, key=len))
-
     def drawable(self) -> Figure:
         """The figure with the panels that have something to draw."""
         has_points = [panel for panel in self.panels if any(math.isfinite(row.value) for row in panel.rows)]
@@ -164,6 +156,13 @@ def build_figures(analysis: Analysis) -> list[Figure]:
     """Figures with at least one point."""
     comparison, metric = analysis.comparison, analysis.comparison.metric
     scores = curves_of(analysis, "evaluations", metric.name, metric.scale)
+    jacobian = [
+        _measured_panel(analysis, "pseudo_condition_number", "κ(J), measured", name="kappa"),
+        _measured_panel(analysis, "bound_log10", "true upper bound", name="bound"),
+        _measured_panel(analysis, "papers_bound_log10", "papers' bound (not a bound)", name="papers_bound"),
+    ]
+    known = [row.value for panel in jacobian for row in panel.rows if 0 < row.value < math.inf]
+    span = (min(known) / 1.5, max(known) * 1.5) if known else None
     count = sum(table.columns["inexact"].sum() for tables in analysis.heads.values() for table in tables)
     inexact = f"; {count:.0f} are not exact (an estimate, or singular as far as float64 can tell)" if count else ""
     gradients = {role: curves_of(analysis, "steps", f"grad_norm_{role}") for role in ROLES}
@@ -186,7 +185,7 @@ def build_figures(analysis: Analysis) -> list[Figure]:
          f"{HEADS} All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo){inexact}. "
          "What the papers print as a bound is not one: measured values may exceed it. Values beyond 10³⁰⁰ are not "
          f"drawn. {BAND}",
-         _jacobian(analysis)),
+         [replace(panel, span=span) for panel in jacobian]),
         ("Conditioning", "weights", "Condition numbers of the weights, W + C",
          f"{HEADS} 1 is best; see whether training undoes what a method set up (as the forward uses them). {BAND}",
          [_measured_panel(analysis, f"kappa_{role}", f"κ of W_{role.upper()}") for role in ROLES]),
@@ -233,15 +232,3 @@ def match_rows(unit: str, matchings: Mapping[str, Matching]) -> list[Row]:
 
 def _measured_panel(analysis: Analysis, key: str, title: str, label: str = "condition number", name: str = "") -> Panel:
     return curve_panel(name or key, title, label, measured(analysis, key), log=key not in ARITHMETIC)
-
-
-def _jacobian(analysis: Analysis) -> list[Panel]:
-    """κ(J) and its bounds on the same axis."""
-    panels = [
-        _measured_panel(analysis, "pseudo_condition_number", "κ(J), measured", name="kappa"),
-        _measured_panel(analysis, "bound_log10", "true upper bound", name="bound"),
-        _measured_panel(analysis, "papers_bound_log10", "papers' bound (not a bound)", name="papers_bound"),
-    ]
-    values = [row.value for panel in panels for row in panel.rows if 0 < row.value < math.inf]
-    span = (min(values) / 1.5, max(values) * 1.5) if values else None
-    return [replace(panel, span=span) for panel in panels]

@@ -18,7 +18,7 @@ from wellcond.lab.report.statistics import (
     Summary,
     compare_paired,
     correct,
-    show_interval,
+    interval_cell,
     show_p,
 )
 from wellcond.lab.report.table import MISSING, Table, number, plain_markdown, table_csv, table_markdown
@@ -120,7 +120,7 @@ def _score_rows(scores: GlueScores, columns: Mapping[str, tuple[str, str]]) -> l
     return [
         {
             "method": method,
-            **{title: Summary(scores.values(method, *column)).show(SHOWN) for title, column in columns.items()},
+            **{title: Summary(scores.values(method, *column)).cell(SHOWN)[0] for title, column in columns.items()},
         }
         for method in scores.pretrained.methods
     ]
@@ -140,7 +140,8 @@ def statistics_table(scores: GlueScores) -> Table:
                     "method": method, "n": str(summary.count), "mean": SHOWN.show(summary.mean),
                     "std": SHOWN.show(summary.std), "minus": d.baseline or MISSING,
                     "pairs": str(d.count) if d.baseline else MISSING, "difference": SHOWN.show(d.mean, sign=True),
-                    "95 % interval": show_interval(d.interval, SHOWN), "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
+                    "95 % interval": interval_cell(d.interval, SHOWN)[0],
+                    "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
                 })  # fmt: skip
     note = (
         "Differences are paired by seed of pre-training; positive is better. Holm's correction is over all rows of the "

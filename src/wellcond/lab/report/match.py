@@ -18,12 +18,10 @@ FEWEST_FOR_EXACT = 6
 
 @dataclass(frozen=True)
 class Match:
-    """First evaluation at which a curve reaches a target, with the time of training until then; NaN if it never does.
-
-    `total` has the epochs and steps of the baseline's whole training.
-    """
+    """First evaluation at which a curve reaches a target, with the time of training until then; NaN if it does not."""
 
     total: Mapping[str, float]
+    """Epochs and steps of the baseline's whole training."""
     epoch: float = math.nan
     step: float = math.nan
     seconds: float = math.nan

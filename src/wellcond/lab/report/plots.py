@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -41,9 +41,11 @@ Plot = dict[str, Any]
 
 
 def plots(figure: Figure) -> list[tuple[str, Plot]]:
-    """Heading and plot of every panel of a figure."""
+    """Heading and plot of every panel of a figure, without a legend, which the page has above it."""
+    look = {"margin": {"l": 52, "r": 12, "t": 8, "b": 44}, "showlegend": False, "hovermode": "closest"}
     draw = _bar_plot if figure.bars else _line_plot
-    return [(panel.title, draw(figure, panel)) for panel in figure.panels]
+    made = [(panel.title, *draw(figure, panel)) for panel in figure.panels]
+    return [(title, {"data": traces, "layout": layout | look}) for title, traces, layout in made]
 
 
 def _rounded(values: Iterable[float]) -> list[float | None]:
@@ -62,32 +64,25 @@ def _axis(title: str, ticks: dict[Any, str] | None = None, **settings: Any) -> P
     return {"title": {"text": _safe(title), "standoff": 8}, **look, **placed, **settings}
 
 
-def _plot(height: int, traces: Sequence[Plot], x: Plot, y: Plot) -> Plot:
-    """A plot without a legend, which the page has above it."""
-    look = {"margin": {"l": 52, "r": 12, "t": 8, "b": 44}, "showlegend": False, "hovermode": "closest"}
-    return {"data": list(traces), "layout": {"height": height, "xaxis": x, "yaxis": y, **look}}
-
-
 def log_range(values: Iterable[float], span: tuple[float, float] | None = None) -> tuple[float, float]:
-    """Both ends of a logarithmic axis, as powers of ten, for some values or a fixed span.
-
-    The axis covers at least half a decade, since it would zoom into the rounding of flat curves.
-    """
+    """Both ends of a logarithmic axis, as powers of ten, for some values or a fixed span."""
     usable = [value for value in values if 0 < value < math.inf]
     low, high = span or (min(usable, default=1.0), max(usable, default=10.0))
-    # In logarithms, since bounds come near the largest float: room at both ends, and never beyond it.
+    # In logarithms, since bounds come near the largest float: room at both ends, and never beyond it. At least half a
+    # decade, since the axis would zoom into the rounding of flat curves.
     bottom, top = math.log10(low), math.log10(high)
     room = max(0.04 * (top - bottom), 0.25 - (top - bottom) / 2)
     return max(bottom - room, -LARGEST_POWER), min(top + room, LARGEST_POWER)
 
 
 def _look(figure: Figure, series: str) -> tuple[int, str, str]:
-    """Place of the method of a series, its colour and its dash."""
-    place = figure.place(series)
+    """Place of the method of a series (one of a run that did not finish begins with it), its colour and its dash."""
+    found = [name for name in figure.methods if series == name or series.startswith(f"{name}, seed ")]
+    place = figure.methods.index(max(found, key=len))
     return place, f"@c{place % NUM_COLOURS}", list(DASHES)[place // NUM_COLOURS % len(DASHES)]
 
 
-def _line_plot(figure: Figure, panel: Panel) -> Plot:
+def _line_plot(figure: Figure, panel: Panel) -> tuple[list[Plot], Plot]:
     """Means with bands; a method without common steps falls back to its seeds, one line each."""
     bands: list[Plot] = []
     lines: list[Plot] = []
@@ -123,10 +118,10 @@ def _line_plot(figure: Figure, panel: Panel) -> Plot:
         tried = sorted({row.step for row in panel.rows})
         ticks = {value: f"{value:.3g}" for value in tried[:: math.ceil(len(tried) / MOST_TICKS)]}
         x = _axis(x_label, ticks, **({"type": "log"} if tried[0] > 0 else {}))
-    return _plot(290, [*bands, *lines], x, _axis(panel.y_label, **look))
+    return [*bands, *lines], {"height": 290, "xaxis": x, "yaxis": _axis(panel.y_label, **look)}
 
 
-def _bar_plot(figure: Figure, panel: Panel) -> Plot:
+def _bar_plot(figure: Figure, panel: Panel) -> tuple[list[Plot], Plot]:
     """The mean of each method, with its interval if it has one, and its seeds, beside the dotted line of a target."""
     found = {
         series: {seed: rows[0].value for seed, rows in seeds.items()} for series, seeds in panel.by_series().items()
@@ -163,7 +158,7 @@ def _bar_plot(figure: Figure, panel: Panel) -> Plot:
     names = {at: cut(name) for at, name in enumerate(found)}
     x = _axis(panel.y_label, zeroline=False) | ({"range": _rounded(span)} if span else {})
     y = _axis("", names, range=[len(found) - 0.5, -0.5], showgrid=False, zeroline=False)
-    return _plot(78 + 34 * max(len(found), 2), traces, x, y)
+    return traces, {"height": 78 + 34 * max(len(found), 2), "xaxis": x, "yaxis": y}
 
 
 def _readable_span(bars: list[dict[str, float]]) -> tuple[float, float] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -64,18 +65,11 @@ class Summary:
         half = error * float(stdtrit(self.count - 1, 0.5 + LEVEL / 2))
         return mean - half, mean + half
 
-    def show(self, metric: Metric) -> str:
-        """Mean and standard deviation, the latter where there is one."""
-        return metric.show(self.mean) + ("" if math.isnan(self.std) else f" ± {metric.show(self.std)}")
-
-    def cell(self, metric: Metric) -> Cell:
-        """For a table."""
-        return self.show(metric), self.columns(metric)
-
-    def columns(self, metric: Metric) -> Values:
-        """The numbers for programs."""
-        scale = metric.scale
-        return {"metric": metric.label, "n": self.count, "mean": self.mean * scale, "sd": self.std * scale}
+    def cell(self, metric: Metric) -> tuple[str, Values]:
+        """Mean and standard deviation, the latter where there is one; and the numbers for programs."""
+        mean, std = self.mean * metric.scale, self.std * metric.scale
+        shown = metric.show(self.mean) + ("" if math.isnan(std) else f" ± {metric.show(self.std)}")
+        return shown, {"metric": metric.label, "n": self.count, "mean": mean, "sd": std}
 
 
 @dataclass(frozen=True)
@@ -105,27 +99,18 @@ class PairedDifference(Summary):
             return None
         return float(2 * stdtr(self.count - 1, -abs(self.sample.mean()) / self.std * math.sqrt(self.count)))
 
-    @property
-    def detectable(self) -> float:
-        """The smallest true difference that as many pairs with this spread show; NaN where none can be told."""
-        return smallest_detectable(self.std, self.count)
-
     def p_equal(self, margin: float) -> float:
         """Larger p of two one-sided paired t tests that the mean lies inside ± `margin`; NaN if not defined."""
         if self.count < FEWEST_SEEDS or not self.std > 0 or not margin > 0:
             return math.nan
         return float(stdtr(self.count - 1, (abs(self.sample.mean()) - margin) / (self.std / math.sqrt(self.count))))
 
-    def show(self, metric: Metric) -> str:
-        """Mean and interval, the latter where there is one."""
-        return metric.show(self.mean, sign=True) + (f" {show_interval(self.interval, metric)}" if self.interval else "")
-
-    def columns(self, metric: Metric) -> Values:
-        """The numbers for programs."""
-        return {
+    def cell(self, metric: Metric) -> tuple[str, Values]:
+        """Mean and interval, the latter where there is one; and the numbers for programs."""
+        shown, (ends, numbers) = metric.show(self.mean, sign=True), interval_cell(self.interval, metric)
+        return f"{shown} {ends}" if self.interval else shown, {
             "pairs": self.count, "difference": self.mean * metric.scale, "difference_sd": self.std * metric.scale,
-            **interval_values(self.interval, metric.scale), "relative": self.relative, "p": self.p,
-            "p_holm": self.p_holm,
+            **numbers, "relative": self.relative, "p": self.p, "p_holm": self.p_holm,
         }  # fmt: skip
 
 
@@ -152,9 +137,9 @@ class LogSummary:
 
     def cell(self, name: str, *, interval: bool = False) -> Cell:
         """The geometric mean and, if wanted, its interval."""
-        mean, ends = self.geometric_mean, self.interval if interval else None
-        shown = show(mean) + (f" [{show(ends[0])}, {show(ends[1])}]" if ends else "")
-        numbers = interval_values(ends, prefix=f"{name}_") if interval else {}
+        mean, (low, high) = self.geometric_mean, self.interval or (math.nan, math.nan)
+        shown = show(mean) + (f" [{show(low)}, {show(high)}]" if interval and self.interval else "")
+        numbers = {f"{name}_low": low, f"{name}_high": high} if interval else {}
         return self.show(shown), {name: mean, **numbers, f"{name}_infinite_share": self.infinite_share}
 
 
@@ -168,12 +153,9 @@ class Verdict(NamedTuple):
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """Holm's step-down correction; None stays None and does not count as a test."""
     order = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
-    corrected: list[float | None] = [None] * len(p_values)
-    highest = 0.0
-    for rank, (p, at) in enumerate(order):
-        highest = max(highest, min(1.0, (len(order) - rank) * p))
-        corrected[at] = highest
-    return corrected
+    scaled = (min(1.0, (len(order) - rank) * p) for rank, (p, _) in enumerate(order))
+    corrected = {at: p for (_, at), p in zip(order, accumulate(scaled, max), strict=True)}
+    return [corrected.get(at) for at in range(len(p_values))]
 
 
 def compare_paired(
@@ -297,11 +279,6 @@ def summarise_logs(values: Iterable[float]) -> LogSummary:
     return LogSummary(mean, interval, len(logs), len(listed), infinite / max(infinite + len(logs), 1))
 
 
-def show_interval(interval: Interval | None, metric: Metric) -> str:
-    """An interval of a difference."""
-    return MISSING if interval is None else f"[{', '.join(metric.show(end, sign=True) for end in interval)}]"
-
-
 def show_p(p: float | None) -> str:
     """A p value; never zero."""
     if p is None:
@@ -309,7 +286,8 @@ def show_p(p: float | None) -> str:
     return "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.1 else f"{p:.2f}"
 
 
-def interval_values(interval: Interval | None, scale: float = 1.0, prefix: str = "") -> Values:
-    """Both ends of an interval, for programs."""
+def interval_cell(interval: Interval | None, metric: Metric, prefix: str = "") -> tuple[str, Values]:
+    """An interval of a difference, and both ends for programs."""
     low, high = interval or (math.nan, math.nan)
-    return {f"{prefix}low": low * scale, f"{prefix}high": high * scale}
+    shown = f"[{metric.show(low, sign=True)}, {metric.show(high, sign=True)}]" if interval else MISSING
+    return shown, {f"{prefix}low": low * metric.scale, f"{prefix}high": high * metric.scale}

@@ -1,7 +1,4 @@
-"""Tables as data, as markdown and as CSV (as HTML: the template `table.html`), and how numbers look in them.
-
-Numbers of stored records may be text ("inf", "nan"), since JSON has neither.
-"""
+"""Tables as data, as markdown and as CSV (as HTML: the template `table.html`), and how numbers look in them."""
 
 from __future__ import annotations
 
@@ -103,9 +100,8 @@ def csv_text(header: Iterable[str], rows: Iterable[Iterable[Value]]) -> str:
 
 def _plain_number(value: float) -> str:
     """Shortest text that reads back as the same number; empty where there is none."""
-    if math.isnan(value):
-        return ""
-    return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(float(value))
+    whole = value.is_integer() and abs(value) < 1e15
+    return "" if math.isnan(value) else str(int(value)) if whole else repr(value)
 
 
 def finite_mean(values: Iterable[float]) -> float:
@@ -115,8 +111,8 @@ def finite_mean(values: Iterable[float]) -> float:
 
 
 def show_known(value: float | None, form: str) -> str:
-    """A number in a form of its own, where there is one."""
-    return MISSING if value is None or math.isnan(value) else form.format(value)
+    """A number in a form of its own, where it is finite."""
+    return form.format(value) if value is not None and math.isfinite(value) else show(value)
 
 
 def show_share(share: float) -> str:

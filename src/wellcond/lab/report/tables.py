@@ -9,8 +9,8 @@ from typing import Any
 from wellcond.lab.report.analysis import Analysis, seconds_per_step, step_ratios
 from wellcond.lab.report.match import SMOOTH, match_method, show_match
 from wellcond.lab.report.records import KAPPAS, Metric
-from wellcond.lab.report.statistics import Summary, interval_values, show_interval, show_p, summarise_logs
-from wellcond.lab.report.table import INFINITE, MISSING, Cell, Row, Table, finite_mean, number, show_known, show_share
+from wellcond.lab.report.statistics import Summary, interval_cell, show_p, smallest_detectable, summarise_logs
+from wellcond.lab.report.table import MISSING, Cell, Row, Table, Values, finite_mean, number, show_known, show_share
 
 NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
 """Numbers of an evaluation that are no scores."""
@@ -31,7 +31,7 @@ def _method(analysis: Analysis, method: str) -> Cell:
 
 
 def _number(name: str, value: Any, form: str = "{:.3g}") -> Cell:
-    return show_known(number(value), form).replace("inf", INFINITE), {name: number(value)}
+    return show_known(number(value), form), {name: number(value)}
 
 
 def _scaled(name: str, value: float, metric: Metric, *, sign: bool = False) -> Cell:
@@ -126,23 +126,20 @@ def statistics_table(analysis: Analysis) -> Table:
     comparison, metric = analysis.comparison, analysis.comparison.result
     rows: list[Row] = []
     for method, summary in analysis.summaries.items():
-        d = analysis.difference(method)
-        values, bootstrap = summary.values.values(), d.bootstrap
+        d, values = analysis.difference(method), summary.values.values()
         rows.append({
             "method": (method, {"method": method}),
-            "n": (str(summary.count), summary.columns(metric)),
+            "n": (str(summary.count), summary.cell(metric)[1]),
             "mean": metric.show(summary.mean), "std": metric.show(summary.std),
             "min": _scaled("min", min(values, default=math.nan), metric),
             "max": _scaled("max", max(values, default=math.nan), metric),
-            "pairs": (str(d.count or MISSING), d.columns(metric)),
+            "pairs": (str(d.count or MISSING), d.cell(metric)[1]),
             f"difference to {comparison.baseline}": metric.show(d.mean, sign=True),
             "its std": metric.show(d.std), "relative": show_known(d.relative, "{:+.1%}"),
-            "95 % interval (t)": show_interval(d.interval, metric),
-            "95 % interval (bootstrap)": (
-                show_interval(bootstrap, metric), interval_values(bootstrap, metric.scale, "bootstrap_"),
-            ),
+            "95 % interval (t)": interval_cell(d.interval, metric),
+            "95 % interval (bootstrap)": interval_cell(d.bootstrap, metric, "bootstrap_"),
             "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
-            "can show": _scaled("detectable", d.detectable, metric),
+            "can show": _scaled("detectable", smallest_detectable(d.std, d.count), metric),
         })  # fmt: skip
     of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
     note = of_tested if comparison.tested else f"Last {metric.label} of finished runs"
@@ -161,7 +158,7 @@ def required_table(analysis: Analysis) -> Table:
     rows: list[Row] = [
         {
             "comparison": (f"{d.method} − {d.baseline}", {"method": d.method, "baseline": d.baseline}),
-            "pairs": (str(d.count), d.columns(metric)), f"difference{unit} [95 % interval]": d.show(metric),
+            "pairs": str(d.count), f"difference{unit} [95 % interval]": d.cell(metric),
             "relative": show_known(d.relative, "{:+.1%}"), "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
             "verdict": analysis.verdict(d),
         }
@@ -240,10 +237,7 @@ def conditioning_table(analysis: Analysis) -> Table:
                 MISSING if math.isnan(first + last) else f"{first:.2f} → {last:.2f}",
                 {"normalised_entropy_start": first, "normalised_entropy_end": last},
             ),
-            "dead heads at end": (
-                f"{sum(dead):.0f}/{len(dead)}" if dead else MISSING,
-                {"dead_heads": sum(dead) if dead else None},
-            ),
+            "dead heads at end": _number("dead_heads", sum(dead) if dead else None, f"{{:.0f}}/{len(dead)}"),
         })  # fmt: skip
     note = (
         "Geometric means over heads and layers at the last measurement of each run, then over seeds; intervals by the "
@@ -283,10 +277,8 @@ def other_metrics_table(analysis: Analysis) -> Table:
         for name in names:
             scores = {seed: number(run.part(part).get(name)) for seed, run in comparison.finished(method).items()}
             summary = Summary({seed: value for seed, value in scores.items() if math.isfinite(value)})
-            row[name.replace("_", " ")] = (
-                summary.show(Metric(name, True, percent=False)),
-                {f"{name}_mean": summary.mean, f"{name}_sd": summary.std, f"{name}_n": summary.count},
-            )
+            numbers: Values = {f"{name}_mean": summary.mean, f"{name}_sd": summary.std, f"{name}_n": summary.count}
+            row[name.replace("_", " ")] = summary.cell(Metric(name))[0], numbers
         rows.append(row)
     on = f"On the test split, {comparison.tested_weights}" if comparison.tested else "At the last evaluation"
     note = f"{on}; mean ± std of finished runs, each number as it was recorded."

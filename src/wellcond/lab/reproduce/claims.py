@@ -166,7 +166,7 @@ def _decide(
     verdict = judge(difference, margin, diverged=lost[0], baseline_diverged=lost[1])
     said = [f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"]
     if difference.interval is not None and difference.std:
-        said[0] += f" {statistics.show_interval(difference.interval, metric)}"
+        said[0] += f" {statistics.interval_cell(difference.interval, metric)[0]}"
     said[0] += f", {show_seeds(difference.count)}"
     said[0] += f", p {statistics.show_p(difference.p_holm)}" if difference.p_holm is not None else ""
     if paper is not None and math.isfinite(error) and error:
@@ -176,7 +176,7 @@ def _decide(
     if verdict.kind in ("equal", "undecided") and difference.count > 1 and margin > 0:
         said.append(f"margin {metric.show(margin)}")
     if verdict.kind == "undecided":
-        least = difference.detectable
+        least = statistics.smallest_detectable(difference.std, difference.count)
         said += [f"so many seeds show {metric.show(least)}"] if math.isfinite(least) else []
     as_claimed = None if verdict.kind == UNDECIDED else verdict.kind == claimed
     return Verdict(verdict.kind, "; ".join(said), as_claimed)
