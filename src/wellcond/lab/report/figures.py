@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -107,21 +107,18 @@ def curve_panel(name: str, title: str, y_label: str, curves: Curves, *, log: boo
         for run, points in listed:
             series = method if run.finished else f"{run.method}, seed {run.seed} ({run.outcome})"
             rows += [Row(series, str(run.seed), *point) for point in points if not math.isnan(point[2])]
-        rows += _means(method, [points for run, points in listed if run.finished], log)
+        tables = [
+            {step: (epoch, value) for step, epoch, value in points if math.isfinite(value) and (value > 0 or not log)}
+            for run, points in listed
+            if run.finished
+        ]
+        for step in sorted(set.intersection(*map(set, tables))) if tables else ():
+            values = np.array([table[step][1] for table in tables])
+            values = np.log10(values) if log else values
+            mean, spread = float(values.mean()), float(values.std(ddof=1)) if len(tables) > 1 else 0.0
+            for seed, value in ((MEAN, mean), (LOW, mean - spread), (HIGH, mean + spread)):
+                rows.append(Row(method, seed, step, tables[0][step][0], 10**value if log else value))
     return Panel(name, title, y_label, rows, log)
-
-
-def _means(method: str, curves: Sequence[Points], log: bool) -> Iterator[Row]:
-    tables = [
-        {step: (epoch, value) for step, epoch, value in points if math.isfinite(value) and not (log and value <= 0)}
-        for points in curves
-    ]
-    for step in sorted(set.intersection(*map(set, tables))) if tables else ():
-        values = np.array([table[step][1] for table in tables])
-        values = np.log10(values) if log else values
-        mean, spread = float(values.mean()), float(values.std(ddof=1)) if len(tables) > 1 else 0.0
-        for seed, value in ((MEAN, mean), (LOW, mean - spread), (HIGH, mean + spread)):
-            yield Row(method, seed, step, tables[0][step][0], 10**value if log else value)
 
 
 def curves_of(analysis: Analysis, rows_of: Literal["steps", "evaluations"], key: str, factor: float = 1.0) -> Curves:

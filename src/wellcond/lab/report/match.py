@@ -114,22 +114,20 @@ def match_method(comparison: Comparison, method: str, *, smooth: int = 1) -> Mat
     curve and target are both running means: against an unsmoothed target the lag of a running mean would count as
     slowness. A diverged run is censored, even if it reached the target before; unfinished runs are left out.
     """
-    runs, baseline = comparison.finished(method), comparison.finished(comparison.baseline)
-    by_seed: dict[int, Match] = {}
-    for run in comparison.of(method):
-        if run.outcome in ("finished", "diverged") and run.seed in baseline:
-            if match := _first_match([run] if run.finished else [], [baseline[run.seed]], smooth):
-                by_seed[run.seed] = match
-    shared = sorted(set(runs) & set(baseline))
-    return Matching(by_seed, _first_match([runs[seed] for seed in shared], [baseline[seed] for seed in shared], smooth))
+    baseline = comparison.finished(comparison.baseline)
+    runs = [run for run in comparison.of(method) if run.outcome in ("finished", "diverged") and run.seed in baseline]
+    found = {run.seed: _first_match([run], baseline, smooth) for run in runs}
+    of_means = _first_match([run for run in runs if run.finished], baseline, smooth)
+    return Matching({seed: match for seed, match in found.items() if match}, of_means)
 
 
-def _first_match(runs: Sequence[Run], baseline: Sequence[Run], smooth: int) -> Match | None:
-    """First evaluation of the mean curve of some runs as good as the last of the baseline; no interpolation."""
-    rows, target = _mean_rows(runs, smooth), _mean_rows(baseline, smooth)
-    if not target or (runs and not rows):
+def _first_match(runs: Sequence[Run], baseline: Mapping[int, Run], smooth: int) -> Match | None:
+    """First evaluation of the mean curve of some runs as good as the last of their baselines; no interpolation."""
+    finished, others = [run for run in runs if run.finished], [baseline[run.seed] for run in runs]
+    rows, target = _mean_rows(finished, smooth), _mean_rows(others, smooth)
+    if not target or (finished and not rows):
         return None
-    end, sign = target[-1], 1 if baseline[0].metric.higher_is_better else -1
+    end, sign = target[-1], 1 if others[0].metric.higher_is_better else -1
     for row in rows:
         if sign * row["value"] >= sign * end["value"]:
             return Match(end, row["epoch"], row["step"], row["seconds"])

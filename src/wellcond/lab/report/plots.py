@@ -22,8 +22,6 @@ from wellcond.lab.report.table import cut
 from wellcond.pages import style
 
 NUM_COLOURS = 10
-LARGEST_POWER = 307
-MOST_TICKS = 9
 FAR = 4.0
 """Times the median distance from zero beyond which a method gets a triangle instead of a place on the axis."""
 DASHES: dict[str, Any] = {"solid": "-", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
@@ -72,7 +70,7 @@ def log_range(values: Iterable[float], span: tuple[float, float] | None = None) 
     # decade, since the axis would zoom into the rounding of flat curves.
     bottom, top = math.log10(low), math.log10(high)
     room = max(0.04 * (top - bottom), 0.25 - (top - bottom) / 2)
-    return max(bottom - room, -LARGEST_POWER), min(top + room, LARGEST_POWER)
+    return max(bottom - room, -307), min(top + room, 307)
 
 
 def _look(figure: Figure, series: str) -> tuple[int, str, str]:
@@ -114,9 +112,9 @@ def _line_plot(figure: Figure, panel: Panel) -> tuple[list[Plot], Plot]:
         ends = log_range((y for t in (*bands, *lines) for y in t["y"] if y is not None), panel.span)
         look = {"type": "log", "range": [round(end, 4) for end in ends], "exponentformat": "power"}
     x = _axis(x_label)
-    if panel.x_label:  # the values that were tried
+    if panel.x_label:  # the values that were tried, at most nine of them
         tried = sorted({row.step for row in panel.rows})
-        ticks = {value: f"{value:.3g}" for value in tried[:: math.ceil(len(tried) / MOST_TICKS)]}
+        ticks = {value: f"{value:.3g}" for value in tried[:: math.ceil(len(tried) / 9)]}
         x = _axis(x_label, ticks, **({"type": "log"} if tried[0] > 0 else {}))
     return [*bands, *lines], {"height": 290, "xaxis": x, "yaxis": _axis(panel.y_label, **look)}
 

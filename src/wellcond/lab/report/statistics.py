@@ -16,8 +16,6 @@ from wellcond.lab.report.table import INFINITE, MISSING, Cell, Values, show, sho
 
 LEVEL = 0.95
 FEWEST_SEEDS = 3
-FEWEST_FOR_BOOTSTRAP = 5
-NUM_DRAWS = 10_000
 ALPHA = 0.05
 POWER = 0.8
 MOST_SUMS = 2**20
@@ -86,9 +84,9 @@ class PairedDifference(Summary):
     @property
     def bootstrap(self) -> Interval | None:
         """95 % percentile interval of the mean over 10,000 draws with a fixed seed; None below five seeds."""
-        if self.count < FEWEST_FOR_BOOTSTRAP:
+        if self.count < 5:
             return None
-        chosen = np.random.default_rng(0).integers(0, self.count, (NUM_DRAWS, self.count))
+        chosen = np.random.default_rng(0).integers(0, self.count, (10_000, self.count))
         low, high = np.quantile(self.sample[chosen].mean(1), [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
         return float(low), float(high)
 

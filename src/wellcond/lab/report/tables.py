@@ -114,11 +114,10 @@ def _summary_notes(analysis: Analysis) -> list[str]:
 def _time_notes(analysis: Analysis) -> list[str]:
     """Why times of steps are missing."""
     finished = [run for run in analysis.comparison.runs if run.finished]
-    runs = [run for run in finished if not run.alone]
-    if not runs:
-        return []
-    named = "" if len(runs) == len(finished) else f": {', '.join(f'{run.method}, seed {run.seed}' for run in runs)}"
-    return [f"Times that were not measured alone on their cores are those of the company, and left out{named}."]
+    runs = [f"{run.method}, seed {run.seed}" for run in finished if not run.alone]
+    named = "" if len(runs) == len(finished) else f": {', '.join(runs)}"
+    said = f"Times that were not measured alone on their cores are those of the company, and left out{named}."
+    return [said] if runs else []
 
 
 def statistics_table(analysis: Analysis) -> Table:
