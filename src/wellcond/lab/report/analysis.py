@@ -92,7 +92,8 @@ class Analysis:
     differences: dict[str, statistics.PairedDifference]
     required: list[statistics.PairedDifference]
     margin: float
-    """A difference of results below it counts as none; NaN where the baseline has fewer than two results."""
+    """A difference of results below it counts as none: one standard deviation of the baseline over seeds. Ten seeds
+    cannot show equality within less than about 0.8 of it where pairing does not help. NaN below two results."""
     matchings: dict[str, Matching]
     heads: dict[str, list[HeadTable]]
     """Tables of all runs that have conditioning rows."""
@@ -150,11 +151,7 @@ def seconds_per_step(run: Run) -> float:
 
 
 def analyse(comparison: Comparison) -> Analysis:
-    """Statistics of a comparison.
-
-    A difference counts as none below one standard deviation of the baseline over seeds, less than another seed makes:
-    ten seeds cannot show equality within less than about 0.8 of it where pairing does not help.
-    """
+    """Statistics of a comparison."""
     methods, unit = comparison.methods, match_unit(comparison)
     summaries = {method: statistics.Summary(comparison.results(method)) for method in methods}
     baseline, required = comparison.baseline, required_pairs(comparison)

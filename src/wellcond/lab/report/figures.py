@@ -74,10 +74,6 @@ class Figure:
     """Of the horizontal axis of lines: `epoch` or `step`."""
     bars: bool = False
 
-    def x(self, row: Row) -> float:
-        """Horizontal place of a point."""
-        return row.epoch if self.x_label == "epoch" else row.step
-
     def drawable(self) -> Figure:
         """The figure with the panels that have something to draw."""
         has_points = [panel for panel in self.panels if any(math.isfinite(row.value) for row in panel.rows)]

@@ -12,8 +12,9 @@ import re
 import statistics
 import warnings
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from importlib import resources
+from operator import attrgetter
 from typing import Any
 
 from wellcond.errors import needs_extra
@@ -24,9 +25,8 @@ from wellcond.pages import style
 NUM_COLOURS = 10
 FAR = 4.0
 """Times the median distance from zero beyond which a method gets a triangle instead of a place on the axis."""
-DASHES: dict[str, Any] = {"solid": "-", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
-"""Of the methods, as plotly and as matplotlib call them; runs in no mean are dashed."""
-LINES = DASHES | {"dash": "--"}
+LINES: dict[str, Any] = {"solid": "-", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3)), "dash": "--"}
+"""As plotly and as matplotlib call them: of the methods, and the last of runs that are in no mean."""
 MARKERS = {"circle": "o", "triangle-right": ">", "triangle-left": "<"}
 SETTINGS: Any = {
     "svg.hashsalt": "wellcond", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9,
@@ -36,6 +36,8 @@ SETTINGS: Any = {
 CHARACTER = 0.075
 """Width of one in inches."""
 Plot = dict[str, Any]
+_safe = partial(html.escape, quote=False)
+"""Plotly reads tags in text; entities it shows as they are meant."""
 
 
 def plots(figure: Figure) -> list[tuple[str, Plot]]:
@@ -49,11 +51,6 @@ def plots(figure: Figure) -> list[tuple[str, Plot]]:
 def _rounded(values: Iterable[float]) -> list[float | None]:
     """Six digits, more than a screen shows; what is not finite has no place on an axis."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-
-
-def _safe(text: str) -> str:
-    """Plotly reads tags in text; entities it shows as they are meant."""
-    return html.escape(text, quote=False)
 
 
 def _axis(title: str, ticks: dict[Any, str] | None = None, **settings: Any) -> Plot:
@@ -77,14 +74,14 @@ def _look(figure: Figure, series: str) -> tuple[int, str, str]:
     """Place of the method of a series (one of a run that did not finish begins with it), its colour and its dash."""
     found = [name for name in figure.methods if series == name or series.startswith(f"{name}, seed ")]
     place = figure.methods.index(max(found, key=len))
-    return place, f"@c{place % NUM_COLOURS}", list(DASHES)[place // NUM_COLOURS % len(DASHES)]
+    return place, f"@c{place % NUM_COLOURS}", list(LINES)[place // NUM_COLOURS % 4]
 
 
 def _line_plot(figure: Figure, panel: Panel) -> tuple[list[Plot], Plot]:
     """Means with bands; a method without common steps falls back to its seeds, one line each."""
     bands: list[Plot] = []
     lines: list[Plot] = []
-    x_label = panel.x_label or figure.x_label
+    x_label, place_of = panel.x_label or figure.x_label, attrgetter("epoch" if figure.x_label == "epoch" else "step")
     for series, seeds in panel.by_series().items():
         means = [seeds[name] for name in (MEAN, LOW, HIGH)] if MEAN in seeds else []
         count = len(seeds) - 3 if means else 1 if series in figure.methods else 0
@@ -95,13 +92,13 @@ def _line_plot(figure: Figure, panel: Panel) -> tuple[list[Plot], Plot]:
         if count > 1:
             low, high = ([row for row in rows if math.isfinite(row.value)] for rows in (means[1], means[2][::-1]))
             bands.append(common | {
-                "mode": "lines", "x": _rounded(figure.x(row) for row in (*low, *high)),
+                "mode": "lines", "x": _rounded(map(place_of, (*low, *high))),
                 "y": _rounded(row.value for row in (*low, *high)), "fill": "toself", "fillcolor": f"{colour}/0.16",
                 "line": {"width": 0}, "hoverinfo": "skip",
             })  # fmt: skip
         for rows in means[:1] or seeds.values():
-            shown = [row for row in rows if math.isfinite(figure.x(row))]
-            points = {"x": _rounded(map(figure.x, shown)), "y": _rounded(row.value for row in shown)}
+            shown = [row for row in rows if math.isfinite(place_of(row))]
+            points = {"x": _rounded(map(place_of, shown)), "y": _rounded(row.value for row in shown)}
             lines.append(common | points | {
                 "mode": "lines+markers" if len(shown) <= 40 else "lines", "name": _safe(series),
                 "line": {"color": colour, "width": 2 if count else 1.3, "dash": dash if count else "dash"},
@@ -121,9 +118,7 @@ def _line_plot(figure: Figure, panel: Panel) -> tuple[list[Plot], Plot]:
 
 def _bar_plot(figure: Figure, panel: Panel) -> tuple[list[Plot], Plot]:
     """The mean of each method, with its interval if it has one, and its seeds, beside the dotted line of a target."""
-    found = {
-        series: {seed: rows[0].value for seed, rows in seeds.items()} for series, seeds in panel.by_series().items()
-    }
+    found = {name: {seed: rows[0].value for seed, rows in seeds.items()} for name, seeds in panel.by_series().items()}
     target = found.pop(BUDGET, {}).get(MEAN, math.nan)
     span = _readable_span(list(found.values())) if target == 0 else None
     dotted = {"color": "@soft", "width": 1, "dash": "dot"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -115,8 +115,7 @@ class PairedDifference(Summary):
 NO_PAIRS = PairedDifference({}, "", "", math.nan)
 
 
-@dataclass(frozen=True)
-class LogSummary:
+class LogSummary(NamedTuple):
     """Condition numbers on log10: means are geometric, and what is not finite is counted."""
 
     geometric_mean: float
@@ -250,10 +249,9 @@ def judge(
     return Verdict(kind, reason)
 
 
-def describe_power(metric: Metric, differences: Iterable[PairedDifference], seeds: int | None = None) -> list[str]:
+def describe_power(metric: Metric, differences: Collection[PairedDifference], seeds: int | None = None) -> list[str]:
     """Which difference `seeds`, by default as many as there are pairs, can show, by the spread of the runs so far."""
-    known = list(differences)
-    pairs, spread = max((d.count for d in known), default=0), [d for d in known if d.std > 0]
+    pairs, spread = max((d.count for d in differences), default=0), [d for d in differences if d.std > 0]
     freedom = sum(d.count - 1 for d in spread)
     pooled = math.sqrt(math.fsum(d.std**2 * (d.count - 1) for d in spread) / freedom) if spread else math.nan
     count = pairs if seeds is None else seeds

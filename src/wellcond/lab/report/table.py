@@ -41,13 +41,12 @@ class Table:
 
     @classmethod
     def of(
-        cls, name: str, title: str, rows: Iterable[Row], notes: Iterable[str] = (), words: Iterable[int] = (0,)
+        cls, name: str, title: str, rows: Sequence[Row], notes: Iterable[str] = (), words: Iterable[int] = (0,)
     ) -> Table:
         """A table of rows by column."""
-        listed = list(rows)
-        pairs = [[cell if isinstance(cell, tuple) else (cell, {}) for cell in row.values()] for row in listed]
+        pairs = [[cell if isinstance(cell, tuple) else (cell, {}) for cell in row.values()] for row in rows]
         values = [{name: value for _, known in row for name, value in known.items()} for row in pairs]
-        header, shown = tuple(listed[0]) if listed else (), tuple(tuple(text for text, _ in row) for row in pairs)
+        header, shown = tuple(rows[0]) if rows else (), tuple(tuple(text for text, _ in row) for row in pairs)
         return cls(name, title, header, shown, tuple(notes), frozenset(words), tuple(values) if any(values) else ())
 
     def only(self, columns: Sequence[int]) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from wellcond.lab.report.analysis import Analysis, seconds_per_step, step_ratios
@@ -41,11 +40,11 @@ def _scaled(name: str, value: float, metric: Metric, *, sign: bool = False) -> C
 def _outcomes(analysis: Analysis, method: str) -> Cell:
     """Runs in means, and the others by name, with the share of runs that diverged among those that ended."""
     found = analysis.outcomes(method)
-    counts = {name: found[name] for name in ("finished", "diverged", "failed", "partial")}
-    others = [f"{count} {name}" for name, count in counts.items() if count and name != "finished"]
+    others = [f"{found[name]} {name}" for name in ("diverged", "failed", "partial") if found[name]]
     if found["diverged"]:
         others[0] += f" ({show_share(found['diverged'] / (found['finished'] + found['diverged']))})"
-    return " + ".join([str(found["finished"]), *others]), dict(counts)
+    counts: Values = {name: found[name] for name in ("finished", "diverged", "failed", "partial")}
+    return " + ".join([str(found["finished"]), *others]), counts
 
 
 def summary_table(analysis: Analysis) -> Table:
@@ -189,9 +188,7 @@ def matching_table(analysis: Analysis) -> Table:
             "p (exact, Holm)": (show_p(matching.p_holm), {"p": matching.p, "p_holm": matching.p_holm}),
             "share of training saved": _number("saving", matching.mean("saving"), "{:.0%}"),
             "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
-            f"paired, running mean of {SMOOTH}": (
-                smoothed.show(unit), {f"running_mean_{SMOOTH}": smoothed.mean(unit)},
-            ),
+            f"paired, running mean of {SMOOTH}": (smoothed.show(unit), {f"running_mean_{SMOOTH}": smoothed.mean(unit)}),
             "seconds of training": _number("seconds", matching.mean("seconds") if alone else None),
             "each seed": (
                 ", ".join(f"{seed}: {show_match(match, unit)}" for seed, match in by_seed) or MISSING,
@@ -255,7 +252,7 @@ def _bound_cell(analysis: Analysis, method: str, key: str) -> Cell:
 def _over_seeds(analysis: Analysis, method: str, key: str, name: str, *, interval: bool = False) -> Cell:
     """Mean and interval over seeds, with the share of infinite heads."""
     heads, seeds = analysis.last_heads(method, key), summarise_logs(_last(analysis, method, key).values())
-    return replace(seeds, finite=heads.finite, infinite_share=heads.infinite_share).cell(name, interval=interval)
+    return seeds._replace(finite=heads.finite, infinite_share=heads.infinite_share).cell(name, interval=interval)
 
 
 def _last(analysis: Analysis, method: str, key: str) -> dict[int, float]:
