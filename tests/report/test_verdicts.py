@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import (
     compare_paired,
     correct,
-    equality_p,
+    describe_power,
     judge,
     sign_flip_equality_p,
     sign_flip_p,
     smallest_detectable,
-    typical_std,
 )
 
 
@@ -53,9 +53,10 @@ def test_equality_is_two_one_sided_tests():
     values = [0.1, -0.2, 0.3, 0.0, -0.1]
     low = stats.ttest_1samp(values, -0.5, alternative="greater").pvalue
     high = stats.ttest_1samp(values, 0.5, alternative="less").pvalue
-    assert equality_p(values, 0.5) == pytest.approx(max(low, high), 1e-10)
-    assert equality_p(values[:2], 0.5) is None and equality_p([0.1] * 5, 0.5) is None
-    assert equality_p(values, math.nan) is None and equality_p(values, 0.0) is None
+    found = difference(values)
+    assert found.p_equal(0.5) == pytest.approx(max(low, high), 1e-10)
+    assert math.isnan(difference(values[:2]).p_equal(0.5)) and math.isnan(difference([0.1] * 5).p_equal(0.5))
+    assert math.isnan(found.p_equal(math.nan)) and math.isnan(found.p_equal(0.0))
 
 
 @pytest.mark.parametrize("values", [[1, 1, 2], [3, -1, 2, 2], [1.5, 0, -0.5, 2, 2, 1], [1, -1], [0.1, 0.2, 0.3, -0.3]])
@@ -88,18 +89,17 @@ def test_equality_of_counts_flips_the_distances_to_both_ends_of_the_margin(value
 
 def test_verdicts():
     better = difference([1.0, 1.2, 0.9, 1.1])
-    assert judge(better, 0.5).kind == "better" and judge(better, 0.5).p_equal > 0.05
+    assert judge(better, 0.5).kind == "better" and better.p_equal(0.5) > 0.05
     assert judge(difference([-1.0, -1.2, -0.9, -1.1]), 0.5).kind == "worse"
     none = difference([0.1, -0.2, 0.15, 0.0, -0.1])
     assert judge(none, 0.5).kind == "equal" and judge(none, 0.05).kind == "undecided"
     assert judge(none).kind == "undecided"  # nothing is equal without a margin
-    small = judge(better, 3.0)
-    assert small.kind == "better" and small.p_equal < 0.05
+    assert judge(better, 3.0).kind == "better" and better.p_equal(3.0) < 0.05
 
 
 def test_verdicts_of_ties_and_of_equal_differences():
     tied = judge(difference([0.0, 0.0, 0.0]), 0.0)
-    assert tied.kind == "equal" and tied.reason == "tied in every seed" and tied.p_equal is None
+    assert tied.kind == "equal" and tied.reason == "tied in every seed"
     flat = judge(difference([0.5, 0.5, 0.5]), 1.0)
     assert flat.kind == "undecided" and "not defined" in flat.reason
     assert judge(difference([5.0, 5.1]), 1.0).reason == "fewer than 3 pairs"
@@ -114,9 +114,10 @@ def test_a_side_that_lost_runs_is_not_called_better():
 
 
 def test_pooled_spread():
-    pooled = typical_std([difference([1.0, 3.0]), difference([0.0, 0.0, 0.0]), difference([0.0, 1.0, 2.0])])
-    assert pooled == pytest.approx(math.sqrt((2.0 * 1 + 1.0 * 2) / 3))
-    assert math.isnan(typical_std([]))
+    known = [difference([1.0, 3.0]), difference([0.0, 0.0, 0.0]), difference([0.0, 1.0, 2.0])]
+    [said] = describe_power(Metric("score"), known)
+    assert f"a standard deviation of {math.sqrt((2.0 * 1 + 1.0 * 2) / 3):.4g} over 3 seeds" in said
+    assert describe_power(Metric("score"), []) == describe_power(Metric("score"), known[1:2]) == []
 
 
 def test_scipy_stats_is_not_imported():

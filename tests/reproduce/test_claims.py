@@ -46,7 +46,7 @@ def test_gains_are_decided_by_rule(values, paper, word):
     base = dict.fromkeys(range(len(values)), 0.5)
     own = {seed: 0.5 + value for seed, value in enumerate(values)}
     [difference] = correct([compare_paired("a", own, "b", base, higher_is_better=True)])
-    verdict = decide(difference, ACCURACY, list(base.values()), paper)
+    verdict = decide(difference, ACCURACY, base, paper)
     assert verdict.word == word
     assert verdict.as_claimed is (None if word == "undecided" else word == "better")
 
@@ -64,7 +64,7 @@ def test_the_papers_gain_is_carried_over_as_a_share_of_the_error_not_in_points()
             seed: baseline + sign * value for seed, (value, sign) in enumerate(zip(values, (1, -1) * 3, strict=False))
         }
         [difference] = correct([compare_paired("a", own, "b", base, higher_is_better=True)])
-        verdicts.append(decide(difference, ACCURACY, list(base.values()), 1.2 / 19.7).word)
+        verdicts.append(decide(difference, ACCURACY, base, 1.2 / 19.7).word)
     assert verdicts == ["equal", "undecided"]  # small beside an error of 80 points, not beside one of 5
 
 

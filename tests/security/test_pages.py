@@ -138,7 +138,7 @@ def all_texts(value):
 def test_a_figure_in_a_file(tmp_path):
     label = "".join(TEXTS.values()) + "$\\frac{1}{0}$"
     folder = write_comparison(tmp_path, [FakeMethod(label, {0: 0.9, 1: 0.8}, slug="x")], points=2, layers=1, heads=1)
-    figure = next(figure for figure in gather(analyse(only_comparison(folder))).figures if figure.kind == "lines")
+    figure = next(figure for figure in gather(analyse(only_comparison(folder))).figures if not figure.bars)
     drawn = draw_static(figure).decode()
     found = Elements(drawn)
     assert "script" not in found.names and "img" not in found.names and not found.handlers

@@ -100,7 +100,7 @@ def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
         print(to_json(content | ({"note": note} if note else {}), indent=2))
         return
     out = make_console()
-    print_table(out, Table.of("attention", "", map(_show, rows), words=(0, 1, 2, 3, 4, 8)))
+    print_table(out, Table.of("attention", "", list(map(_show, rows)), words=(0, 1, 2, 3, 4, 8)))
     stored = "W" if conditioning is None else f"W + C ({conditioning['method']})"
     told = note or f"κ: worst over heads of σ_max/σ_min of each head's {stored}."
     told += f" {len(rows)} attentions, {parameters:,} parameters in {title}."

@@ -11,15 +11,13 @@ import numpy as np
 
 from wellcond.lab.report import statistics
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.match import SMOOTH, Matching, match_method, match_methods, match_unit
+from wellcond.lab.report.match import Matching, match_methods, match_unit
 from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
 from wellcond.lab.report.table import MISSING, Cell, finite_mean, number, show_seeds
 
 SATURATED = 0.05
 """Entropy over ln N below which nearly all attention goes to one token."""
-WORDS: dict[statistics.Kind, str] = {
-    "better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided",
-}  # fmt: skip
+WORDS = {"better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided"}
 REQUIRED = (
     (("conditioned", ""), ("mimetic", "")),
     (("conditioned", ""), ("gaussian", "")),
@@ -27,8 +25,6 @@ REQUIRED = (
     (("default", "polar"), ("default", "identity")),
 )
 """First minus second, each as (init, condition): what the papers' claims rest on."""
-KEYS = tuple(key for key in MEASURED if key not in ("layer", "head", "status"))
-"""What the report reads of every row; the rows themselves are not kept, since there can be hundreds of thousands."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,8 @@ class HeadTable:
 
     run: Run
     columns: dict[str, np.ndarray]
-    """Keys of `KEYS`, NaN where a value is null or absent; and `inexact`: the Jacobian is an estimate or a bound."""
+    """Keys of `MEASURED` that are numbers, NaN where null or absent; `inexact`: the Jacobian is an estimate or a bound.
+    The rows themselves are not kept, since there can be hundreds of thousands."""
 
     @cached_property
     def steps(self) -> np.ndarray:
@@ -77,7 +74,8 @@ class HeadTable:
 def read_heads(run: Run) -> HeadTable | None:
     """Measured heads of a run; None if nothing was measured."""
     rows = run.conditioning
-    columns = {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
+    keys = [key for key in MEASURED if key not in ("layer", "head", "status")]
+    columns = {key: np.array([number(row.get(key)) for row in rows]) for key in keys}
     columns["inexact"] = np.array([row.get("status") not in (None, "", "exact") for row in rows], dtype=float)
     return HeadTable(run, columns) if rows else None
 
@@ -94,9 +92,9 @@ class Analysis:
     differences: dict[str, statistics.PairedDifference]
     required: list[statistics.PairedDifference]
     margin: float
-    """A difference of results below it counts as none; NaN where the baseline has fewer than two results."""
+    """A difference of results below it counts as none: one standard deviation of the baseline over seeds. Ten seeds
+    cannot show equality within less than about 0.8 of it where pairing does not help. NaN below two results."""
     matchings: dict[str, Matching]
-    smoothed: dict[str, Matching]
     heads: dict[str, list[HeadTable]]
     """Tables of all runs that have conditioning rows."""
 
@@ -110,11 +108,16 @@ class Analysis:
         return statistics.judge(difference, self.margin, diverged=lost, baseline_diverged=lost_baseline)
 
     def verdict(self, difference: statistics.PairedDifference) -> Cell:
-        """The same for a table; empty without pairs."""
+        """The same in a few words, for a table; empty without pairs."""
         if not difference.count:
             return MISSING, {"verdict": ""}
-        verdict = self.judge(difference)
-        return verdict.show(self.comparison.result), {"verdict": verdict.kind}
+        verdict, margin = self.judge(difference), self.comparison.result.show(self.margin)
+        said: str = verdict.kind
+        if verdict.kind == "equal":
+            said = f"equal: {verdict.reason}" if verdict.reason else f"equal within {margin}"
+        elif verdict.kind != "undecided" and difference.p_equal(self.margin) < statistics.ALPHA:
+            said = f"{verdict.kind}, by less than {margin}"
+        return said, {"verdict": verdict.kind}
 
     def outcomes(self, method: str) -> Counter[str]:
         """How many runs finished, diverged, failed, or are partial."""
@@ -124,7 +127,7 @@ class Analysis:
         """Measured heads of the finished runs."""
         return [table for table in self.heads[method] if table.run.finished]
 
-    def last_jacobian(self, method: str, key: str = "pseudo_condition_number") -> statistics.LogSummary:
+    def last_heads(self, method: str, key: str = "pseudo_condition_number") -> statistics.LogSummary:
         """Condition numbers of all heads at the last measurement of every finished run."""
         return statistics.summarise_logs(value for table in self.tables(method) for value in table.at_end(key))
 
@@ -133,10 +136,6 @@ class Analysis:
         tables, at = self.tables(method) or self.heads[method], -1 if last else 0
         entropy, diagonal, dead = ([x for t in tables for x in t.at(key, float(t.steps[at]))] for key in ARITHMETIC)
         return finite_mean(entropy), dead if entropy or diagonal else []  # nothing is dead or alive without maps
-
-    def step_ratio(self, method: str) -> float:
-        """Seconds per step over the baseline's of the same seed, mean over seeds."""
-        return finite_mean(step_ratios(self.comparison, method).values())
 
 
 def step_ratios(comparison: Comparison, method: str) -> dict[int, float]:
@@ -152,11 +151,7 @@ def seconds_per_step(run: Run) -> float:
 
 
 def analyse(comparison: Comparison) -> Analysis:
-    """Statistics of a comparison.
-
-    A difference counts as none below one standard deviation of the baseline over seeds, less than another seed makes:
-    ten seeds cannot show equality within less than about 0.8 of it where pairing does not help.
-    """
+    """Statistics of a comparison."""
     methods, unit = comparison.methods, match_unit(comparison)
     summaries = {method: statistics.Summary(comparison.results(method)) for method in methods}
     baseline, required = comparison.baseline, required_pairs(comparison)
@@ -173,7 +168,6 @@ def analyse(comparison: Comparison) -> Analysis:
         required=[found[pair] for pair in required],
         margin=summaries[baseline].std,
         matchings=match_methods(comparison, unit),
-        smoothed={method: match_method(comparison, method, smooth=SMOOTH) for method in methods},
         heads={method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods},
     )  # fmt: skip
 
@@ -214,9 +208,9 @@ def bottom_line(analysis: Analysis) -> str:
     if seeds < statistics.FEWEST_SEEDS:
         few = "only one seed" if seeds == 1 else f"only {seeds} seeds"
         return f"Against {comparison.baseline}, {led}; with {few} no difference can be told from the luck of a seed."
-    counts = Counter(analysis.judge(difference).kind for difference in compared)
-    told = [f"{n} {'is' if n == 1 else 'are'} {word}" for kind, word in WORDS.items() if (n := counts[kind])]
-    facts = [f"95 % interval {statistics.show_interval(top.interval, metric)}"] if top.interval is not None else []
+    counts = Counter(WORDS[analysis.judge(difference).kind] for difference in compared)
+    told = [f"{n} {'is' if n == 1 else 'are'} {word}" for word in WORDS.values() if (n := counts[word])]
+    facts = [f"95 % interval {statistics.interval_cell(top.interval, metric)[0]}"] if top.interval is not None else []
     facts += [show_seeds(top.count), WORDS[analysis.judge(top).kind]]
     return (
         f"Of {len(compared)} {'method' if len(compared) == 1 else 'methods'} against {comparison.baseline}, "
@@ -227,7 +221,13 @@ def bottom_line(analysis: Analysis) -> str:
 def find_findings(analysis: Analysis) -> list[str]:
     """Sentences on what the table of methods does not say."""
     power = statistics.describe_power(analysis.comparison.result, analysis.differences.values())
-    return [*power, *_scale_control(analysis), *_saturation(analysis)]
+    found = [*power, *_scale_control(analysis)]
+    if full := [m for m in analysis.comparison.methods if analysis.attention(m, last=False)[0] < SATURATED]:
+        found.append(
+            f"Attention is saturated at the first measurement (entropy below {SATURATED} of ln N) of "
+            f"{', '.join(full)}: there a small κ(J) says nothing good; gradient norms show whether W_Q and W_K learn."
+        )
+    return found
 
 
 def _scale_control(analysis: Analysis) -> list[str]:
@@ -250,10 +250,3 @@ def _scale_control(analysis: Analysis) -> list[str]:
             f"{difference.method} by {metric.show(gain.mean, sign=True)}{metric.unit}{why}"
         )
     return found
-
-
-def _saturation(analysis: Analysis) -> list[str]:
-    """Methods that begin with nearly all attention on one token."""
-    found = ", ".join(m for m in analysis.comparison.methods if analysis.attention(m, last=False)[0] < SATURATED)
-    said = f"Attention is saturated at the first measurement (entropy below {SATURATED} of ln N) of {found}: there a "
-    return [f"{said}small κ(J) says nothing good; gradient norms show whether W_Q and W_K learn."] if found else []

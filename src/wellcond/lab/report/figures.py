@@ -1,20 +1,17 @@
-"""`build_figures`: the points of every figure of a comparison, in the order in which they are shown.
-
-Points are what the CSV files hold, and all that `plots` draws.
-"""
+"""`build_figures`: the points of every figure of a comparison: what the CSV files hold, and all that `plots` draws."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.match import Matching
-from wellcond.lab.report.records import ROLES, Run
+from wellcond.lab.report.records import ARITHMETIC, ROLES, Rows, Run
 from wellcond.lab.report.table import csv_text, number
 
 COLUMNS = ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")
@@ -26,11 +23,8 @@ MOST_POINTS = 300
 BAND = "Lines are means over seeds, bands are one standard deviation; dashed lines are runs that did not finish."
 HEADS = "Geometric means over heads and layers; infinite values are in none."
 
-Kind = Literal["lines", "bars"]
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One point."""
 
     series: str
@@ -71,7 +65,6 @@ class Figure:
     section: str
     title: str
     caption: str
-    kind: Kind
     panels: tuple[Panel, ...]
     methods: tuple[str, ...]
     """Whose places choose colours."""
@@ -79,15 +72,7 @@ class Figure:
     """Of the recipe (tiny, small, paper), not of an axis."""
     x_label: str = ""
     """Of the horizontal axis of lines: `epoch` or `step`."""
-
-    def x(self, row: Row) -> float:
-        """Horizontal place of a point."""
-        return row.epoch if self.x_label == "epoch" else row.step
-
-    def place(self, series: str) -> int:
-        """Place of the method that a series belongs to; one of a run that did not finish begins with its method."""
-        found = [name for name in self.methods if series == name or series.startswith(f"{name}, seed ")]
-        return self.methods.index(max(found, key=len))
+    bars: bool = False
 
     def drawable(self) -> Figure:
         """The figure with the panels that have something to draw."""
@@ -97,16 +82,14 @@ class Figure:
 
 def write_csv(figure: Figure) -> str:
     """All points as CSV, numbers in full."""
-    rows = (
-        (figure.name, panel.name, row.series, row.seed, row.step, row.epoch, row.value, figure.scale)
-        for panel in figure.panels
-        for row in panel.rows
-    )
+    rows = ((figure.name, panel.name, *row, figure.scale) for panel in figure.panels for row in panel.rows)
     return csv_text(COLUMNS, rows)
 
 
-Curves = Mapping[str, Sequence[tuple[Run, Sequence[tuple[float, float, float]]]]]
-"""By method: every run with its points (step, epoch, value)."""
+Points = Sequence[tuple[float, float, float]]
+"""Step, epoch and value of each."""
+Curves = Mapping[str, Sequence[tuple[Run, Points]]]
+"""Every run of a method, by method."""
 
 
 def curve_panel(name: str, title: str, y_label: str, curves: Curves, *, log: bool = False) -> Panel:
@@ -120,51 +103,44 @@ def curve_panel(name: str, title: str, y_label: str, curves: Curves, *, log: boo
         for run, points in listed:
             series = method if run.finished else f"{run.method}, seed {run.seed} ({run.outcome})"
             rows += [Row(series, str(run.seed), *point) for point in points if not math.isnan(point[2])]
-        rows += _means(method, [points for run, points in listed if run.finished], log)
+        tables = [
+            {step: (epoch, value) for step, epoch, value in points if math.isfinite(value) and (value > 0 or not log)}
+            for run, points in listed
+            if run.finished
+        ]
+        for step in sorted(set.intersection(*map(set, tables))) if tables else ():
+            values = np.array([table[step][1] for table in tables])
+            values = np.log10(values) if log else values
+            mean, spread = float(values.mean()), float(values.std(ddof=1)) if len(tables) > 1 else 0.0
+            for seed, value in ((MEAN, mean), (LOW, mean - spread), (HIGH, mean + spread)):
+                rows.append(Row(method, seed, step, tables[0][step][0], 10**value if log else value))
     return Panel(name, title, y_label, rows, log)
 
 
-def _means(method: str, curves: Sequence[Sequence[tuple[float, float, float]]], log: bool) -> Iterator[Row]:
-    tables = [
-        {step: (epoch, value) for step, epoch, value in points if math.isfinite(value) and not (log and value <= 0)}
-        for points in curves
-    ]
-    for step in sorted(set.intersection(*map(set, tables))) if tables else ():
-        values = np.array([table[step][1] for table in tables])
-        values = np.log10(values) if log else values
-        mean, spread = float(values.mean()), float(values.std(ddof=1)) if len(tables) > 1 else 0.0
-        for seed, value in ((MEAN, mean), (LOW, mean - spread), (HIGH, mean + spread)):
-            yield Row(method, seed, step, tables[0][step][0], 10**value if log else value)
-
-
 def curves_of(analysis: Analysis, rows_of: Literal["steps", "evaluations"], key: str, factor: float = 1.0) -> Curves:
-    """One key of the rows of every run, long curves thinned."""
-    found: dict[str, list[tuple[Run, list[tuple[float, float, float]]]]] = {}
-    for run in [run for method in analysis.comparison.methods for run in analysis.comparison.of(method)]:
-        rows = [row for row in getattr(run, rows_of) if row.get(key) is not None]
-        columns = _thin(*(np.array([number(row.get(name)) for row in rows]) for name in ("step", "epoch", key)))
-        steps, epochs, values = columns[0].tolist(), columns[1].tolist(), (columns[2] * factor).tolist()
-        found.setdefault(run.method, []).append((run, list(zip(steps, epochs, values, strict=True))))
-    return found
+    """One key of the rows of every run."""
+    comparison = analysis.comparison
+    return {
+        method: [(run, _thin(getattr(run, rows_of), key, factor)) for run in comparison.of(method)]
+        for method in comparison.methods
+    }
 
 
-def _thin(steps: np.ndarray, epochs: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A long curve as means over equal stretches, each placed at its end."""
-    size = math.ceil(len(values) / MOST_POINTS)
-    if size <= 1:
-        return steps, epochs, values
-    ends = np.minimum(np.arange(size, len(values) + size, size), len(values))
-    starts = np.concatenate([[0], ends[:-1]])
-    return steps[ends - 1], epochs[ends - 1], np.add.reduceat(values, starts) / (ends - starts)
+def _thin(rows: Rows, key: str, factor: float) -> Points:
+    """One key of some rows; of a long curve means over equal stretches, each placed at its end."""
+    known = [row for row in rows if row.get(key) is not None]
+    steps, epochs, values = (np.array([number(row.get(name)) for row in known]) for name in ("step", "epoch", key))
+    size = max(1, math.ceil(len(known) / MOST_POINTS))
+    starts = np.arange(0, len(known), size)
+    ends = np.minimum(starts + size, len(known))
+    means = np.add.reduceat(values, starts) / (ends - starts) * factor
+    return list(zip(steps[ends - 1].tolist(), epochs[ends - 1].tolist(), means.tolist(), strict=True))
 
 
 def measured(analysis: Analysis, key: str) -> Curves:
     """A quantity of the measured heads over training, mean over heads and layers."""
     return {
-        method: [
-            (t.run, list(zip(t.steps.tolist(), t.epochs().tolist(), t.over_steps(key).tolist(), strict=True)))
-            for t in tables
-        ]
+        method: [(t.run, list(zip(t.steps, t.epochs(), t.over_steps(key).tolist(), strict=True))) for t in tables]
         for method, tables in analysis.heads.items()
     }
 
@@ -172,18 +148,17 @@ def measured(analysis: Analysis, key: str) -> Curves:
 def build_figures(analysis: Analysis) -> list[Figure]:
     """Figures with at least one point."""
     comparison, metric = analysis.comparison, analysis.comparison.metric
-    learning = [
-        ("metric", f"Evaluation: {metric.name}", metric.label,
-         curves_of(analysis, "evaluations", metric.name, metric.scale)),
-        ("loss", "Evaluation: loss", "loss", curves_of(analysis, "evaluations", "loss")),
-        ("training_loss", "Training: loss", "loss", curves_of(analysis, "steps", "loss")),
-    ]  # fmt: skip
+    scores = curves_of(analysis, "evaluations", metric.name, metric.scale)
+    jacobian = [
+        _measured_panel(analysis, "pseudo_condition_number", "κ(J), measured", name="kappa"),
+        _measured_panel(analysis, "bound_log10", "true upper bound", name="bound"),
+        _measured_panel(analysis, "papers_bound_log10", "papers' bound (not a bound)", name="papers_bound"),
+    ]
+    known = [row.value for panel in jacobian for row in panel.rows if 0 < row.value < math.inf]
+    span = (min(known) / 1.5, max(known) * 1.5) if known else None
+    count = sum(table.columns["inexact"].sum() for tables in analysis.heads.values() for table in tables)
+    inexact = f"; {count:.0f} are not exact (an estimate, or singular as far as float64 can tell)" if count else ""
     gradients = {role: curves_of(analysis, "steps", f"grad_norm_{role}") for role in ROLES}
-    shares = (
-        ("normalised_entropy", "Entropy over ln N", "share of ln N"),
-        ("diagonal_mass", "Diagonal mass", "mean probability"),
-        ("dead", "Dead heads", "share of heads"),
-    )
     found = [
         ("Summary", "differences", "Paired differences",
          f"To the right of the dotted line is better than {comparison.baseline}; a bar is the 95 % interval of the "
@@ -192,27 +167,31 @@ def build_figures(analysis: Analysis) -> list[Figure]:
          [_difference_panel(analysis)]),
         ("Learning", "learning", "Learning curves",
          f"{metric.better.capitalize()}; see which method is ahead early and whether the lead lasts. {BAND}",
-         [curve_panel(*described) for described in learning]),
+         [curve_panel("metric", f"Evaluation: {metric.name}", metric.label, scores),
+          curve_panel("loss", "Evaluation: loss", "loss", curves_of(analysis, "evaluations", "loss")),
+          curve_panel("training_loss", "Training: loss", "loss", curves_of(analysis, "steps", "loss"))]),
         ("Learning", "gradients", "Gradient norms of the projections",
          f"A method whose W_Q and W_K lie far below its W_V here hardly learns where to attend. {BAND}",
          [curve_panel(f"grad_norm_{role}", f"Gradient of W_{role.upper()}", "gradient norm", curves, log=True)
           for role, curves in gradients.items()]),
         ("Conditioning", "jacobian", "Condition number of the Jacobian",
-         f"{HEADS} All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo){_inexact(analysis)}. "
+         f"{HEADS} All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo){inexact}. "
          "What the papers print as a bound is not one: measured values may exceed it. Values beyond 10³⁰⁰ are not "
          f"drawn. {BAND}",
-         _jacobian(analysis)),
+         [replace(panel, span=span) for panel in jacobian]),
         ("Conditioning", "weights", "Condition numbers of the weights, W + C",
          f"{HEADS} 1 is best; see whether training undoes what a method set up (as the forward uses them). {BAND}",
-         [_kappa_panel(analysis, f"kappa_{role}", f"κ of W_{role.upper()}", f"kappa_{role}") for role in ROLES]),
+         [_measured_panel(analysis, f"kappa_{role}", f"κ of W_{role.upper()}") for role in ROLES]),
         ("Attention", "attention", "Attention maps",
          "Means over heads and layers. Entropy 1 is uniform attention, 0 is attention to one token, where the softmax "
          f"is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself. {BAND}",
-         [curve_panel(key, title, label, measured(analysis, key)) for key, title, label in shares]),
+         [_measured_panel(analysis, "normalised_entropy", "Entropy over ln N", "share of ln N"),
+          _measured_panel(analysis, "diagonal_mass", "Diagonal mass", "mean probability"),
+          _measured_panel(analysis, "dead", "Dead heads", "share of heads")]),
     ]  # fmt: skip
     made = [
-        Figure(name, section, title, caption, "bars" if name == "differences" else "lines", tuple(panels),
-               comparison.methods, comparison.scale, analysis.unit).drawable()
+        Figure(name, section, title, caption, tuple(panels), comparison.methods, comparison.scale, analysis.unit,
+               bars=name == "differences").drawable()
         for section, name, title, caption, panels in found
     ]  # fmt: skip
     return [figure for figure in made if figure.panels]
@@ -236,30 +215,13 @@ def match_rows(unit: str, matchings: Mapping[str, Matching]) -> list[Row]:
     rows, budgets = [], []
     for method, matching in matchings.items():
         for seed, match in matching.by_seed.items():
-            value = number(getattr(match, unit)) if match.reached else math.inf
-            rows.append(Row(method, str(seed), number(match.step), number(match.epoch), value))
+            value = getattr(match, unit) if match.reached else math.inf
+            rows.append(Row(method, str(seed), match.step, match.epoch, value))
             budgets.append(match.total[unit])
-        if matching.reached:
+        if matching.censored < len(matching.by_seed):
             rows.append(Row(method, MEAN, *(matching.mean(key) for key in ("step", "epoch", unit))))
     return rows + ([Row(BUDGET, MEAN, math.nan, math.nan, max(budgets))] if budgets else [])
 
 
-def _kappa_panel(analysis: Analysis, name: str, title: str, key: str) -> Panel:
-    return curve_panel(name, title, "condition number", measured(analysis, key), log=True)
-
-
-def _jacobian(analysis: Analysis) -> list[Panel]:
-    """κ(J) and its bounds on the same axis."""
-    panels = [
-        _kappa_panel(analysis, "kappa", "κ(J), measured", "pseudo_condition_number"),
-        _kappa_panel(analysis, "bound", "true upper bound", "bound_log10"),
-        _kappa_panel(analysis, "papers_bound", "papers' bound (not a bound)", "papers_bound_log10"),
-    ]
-    values = [row.value for panel in panels for row in panel.rows if 0 < row.value < math.inf]
-    span = (min(values) / 1.5, max(values) * 1.5) if values else None
-    return [replace(panel, span=span) for panel in panels]
-
-
-def _inexact(analysis: Analysis) -> str:
-    count = sum(table.columns["inexact"].sum() for tables in analysis.heads.values() for table in tables)
-    return f"; {count:.0f} are not exact (an estimate, or singular as far as float64 can tell)" if count else ""
+def _measured_panel(analysis: Analysis, key: str, title: str, label: str = "condition number", name: str = "") -> Panel:
+    return curve_panel(name or key, title, label, measured(analysis, key), log=key not in ARITHMETIC)

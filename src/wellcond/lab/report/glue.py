@@ -77,7 +77,7 @@ def scores_table(scores: GlueScores) -> Table:
     """A row for each method, a column for each task: mean and standard deviation."""
     rows = [{"method": method} for method in scores.pretrained.methods]
     for row, (column, title) in product(rows, scores.columns.items()):
-        row[title] = statistics.Summary(scores.values(row["method"], column)).show(SHOWN)
+        row[title] = statistics.Summary(scores.values(row["method"], column)).cell(SHOWN)[0]
     return Table.of("glue", f"GLUE: {scores.pretrained.title}", rows, find_notes(scores))
 
 
@@ -87,7 +87,7 @@ def _other_metrics(scores: GlueScores) -> list[Table]:
     for task, comparison in scores.tasks.items():
         names = dict.fromkeys(name for run in comparison.runs for name in run.part("final"))
         for row, name in product(rows, [n for n in names if n not in (*NO_METRICS, comparison.metric.name)]):
-            shown = statistics.Summary(comparison.results(row["method"], name)).show(SHOWN)
+            shown = statistics.Summary(comparison.results(row["method"], name)).cell(SHOWN)[0]
             row[f"{TITLES[task]} {METRICS.get(name, name)}"] = shown
     return [Table.of("glue_others", "Other metrics", rows)] if len(rows[0]) > 1 else []
 
@@ -104,7 +104,7 @@ def statistics_table(scores: GlueScores) -> Table:
                 "task": title, "metric": METRICS.get(name, name), "method": method, "n": str(summary.count),
                 "mean": SHOWN.show(summary.mean), "std": SHOWN.show(summary.std), "minus": d.baseline or MISSING,
                 "pairs": str(d.count) if d.baseline else MISSING, "difference": SHOWN.show(d.mean, sign=True),
-                "95 % interval": statistics.show_interval(d.interval, SHOWN),
+                "95 % interval": statistics.interval_cell(d.interval, SHOWN)[0],
                 "p": statistics.show_p(d.p), "p (Holm)": statistics.show_p(d.p_holm),
             })  # fmt: skip
     note = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run
 from wellcond.lab.report.statistics import holm, sign_flip_p
-from wellcond.lab.report.table import MISSING, finite_mean, number, show
+from wellcond.lab.report.table import MISSING, Cell, finite_mean, number, show, show_known
 
 SMOOTH = 3
 FEWEST_FOR_EXACT = 6
@@ -18,25 +18,27 @@ FEWEST_FOR_EXACT = 6
 
 @dataclass(frozen=True)
 class Match:
-    """First evaluation at which a curve reaches a target, with the time of training until then; None if it never does.
-
-    `total` has the epochs and steps of the baseline's whole training.
-    """
+    """First evaluation at which a curve reaches a target, with the time of training until then; NaN if it does not."""
 
     total: Mapping[str, float]
-    epoch: float | None = None
-    step: int | None = None
-    seconds: float | None = None
+    """Epochs and steps of the baseline's whole training."""
+    epoch: float = math.nan
+    step: float = math.nan
+    seconds: float = math.nan
 
     @property
     def reached(self) -> bool:
         """Whether the target was reached."""
-        return self.step is not None
+        return not math.isnan(self.step)
 
     @property
-    def saving(self) -> float | None:
-        """1 - e / E; None if censored."""
-        return None if self.step is None or not self.total["step"] else 1.0 - self.step / self.total["step"]
+    def saving(self) -> float:
+        """1 - e / E."""
+        return 1.0 - self.step / self.total["step"] if self.total["step"] else math.nan
+
+    def count(self, unit: str) -> float:
+        """Epochs or steps; one more than the whole training if the target was never reached."""
+        return float(getattr(self, unit)) if self.reached else self.total[unit] + 1
 
 
 @dataclass(frozen=True)
@@ -55,50 +57,38 @@ class Matching:
     """Corrected over the methods."""
 
     @property
-    def reached(self) -> list[Match]:
-        """Seeds that are not censored."""
-        return [match for match in self.by_seed.values() if match.reached]
-
-    @property
     def censored(self) -> int:
         """Number of seeds that never reached their target."""
-        return len(self.by_seed) - len(self.reached)
-
-    @property
-    def gain(self) -> float:
-        """Mean over the seeds; NaN where one never gets there, or there are none."""
-        return math.nan if self.censored else finite_mean(self.gains.values())
+        return sum(not match.reached for match in self.by_seed.values())
 
     def mean(self, what: str) -> float:
         """Mean of `epoch`, `step`, `seconds` or `saving` over the seeds that reached their target; NaN of none."""
-        return finite_mean(number(getattr(match, what)) for match in self.reached)
+        return finite_mean(getattr(match, what) for match in self.by_seed.values())
 
     def show(self, unit: str) -> str:
         """Mean `epoch` or `step` over the seeds that reached the target, and how many did not."""
-        if not self.reached:
+        if self.censored == len(self.by_seed):
             return show_match(next(iter(self.by_seed.values()), None), unit)
         mean = show(self.mean(unit), 3 if unit == "epoch" else 6)
         return mean + (f" ({self.censored} of {len(self.by_seed)} never)" if self.censored else "")
 
-    def show_gain(self) -> str:
-        """The mean gain, or how many seeds never get there."""
+    def gain_cell(self) -> Cell:
+        """The mean gain or, where a seed never gets there, how many do not."""
         if self.gains and self.censored:
-            return f"{MISSING} ({self.censored} of {len(self.gains)} never)"
-        return MISSING if math.isnan(self.gain) else f"{self.gain:+.3g}" if self.gain else "0"
+            return f"{MISSING} ({self.censored} of {len(self.gains)} never)", {"gain": None}
+        gain = finite_mean(self.gains.values())
+        return show_known(gain, "{:+.3g}" if gain else "0"), {"gain": gain}
 
 
 def match_methods(comparison: Comparison, unit: str) -> dict[str, Matching]:
     """Epochs-to-match of every method, with gains over the baseline itself, which a noisy curve makes early."""
     found = {method: match_method(comparison, method) for method in comparison.methods}
-    counts = {
-        method: {
-            seed: number(getattr(match, unit)) if match.reached else match.total[unit] + 1
-            for seed, match in matching.by_seed.items()
-        }
+    own = found[comparison.baseline].by_seed
+    gains = {
+        method: {seed: own[seed].count(unit) - match.count(unit) for seed, match in matching.by_seed.items()}
         for method, matching in found.items()
+        if method != comparison.baseline
     }
-    own = counts.pop(comparison.baseline)
-    gains = {m: {seed: own[seed] - count for seed, count in counts[m].items()} for m in counts}
     tests = [sign_flip_p(list(g.values())) if len(g) >= FEWEST_FOR_EXACT else None for g in gains.values()]
     for method, p, p_holm in zip(gains, tests, holm(tests), strict=True):
         found[method] = replace(found[method], gains=gains[method], p=p, p_holm=p_holm)
@@ -124,25 +114,23 @@ def match_method(comparison: Comparison, method: str, *, smooth: int = 1) -> Mat
     curve and target are both running means: against an unsmoothed target the lag of a running mean would count as
     slowness. A diverged run is censored, even if it reached the target before; unfinished runs are left out.
     """
-    runs, baseline = comparison.finished(method), comparison.finished(comparison.baseline)
-    by_seed: dict[int, Match] = {}
-    for run in comparison.of(method):
-        if run.outcome in ("finished", "diverged") and run.seed in baseline:
-            match = _first_match([run] if run.finished else [], [baseline[run.seed]], smooth)
-            by_seed |= {} if match is None else {run.seed: match}
-    shared = sorted(set(runs) & set(baseline))
-    return Matching(by_seed, _first_match([runs[seed] for seed in shared], [baseline[seed] for seed in shared], smooth))
+    baseline = comparison.finished(comparison.baseline)
+    runs = [run for run in comparison.of(method) if run.outcome in ("finished", "diverged") and run.seed in baseline]
+    found = {run.seed: _first_match([run], baseline, smooth) for run in runs}
+    of_means = _first_match([run for run in runs if run.finished], baseline, smooth)
+    return Matching({seed: match for seed, match in found.items() if match}, of_means)
 
 
-def _first_match(runs: Sequence[Run], baseline: Sequence[Run], smooth: int) -> Match | None:
-    """First evaluation of the mean curve of some runs as good as the last of the baseline; no interpolation."""
-    rows, target = _mean_rows(runs, smooth), _mean_rows(baseline, smooth)
-    if not target or (runs and not rows):
+def _first_match(runs: Sequence[Run], baseline: Mapping[int, Run], smooth: int) -> Match | None:
+    """First evaluation of the mean curve of some runs as good as the last of their baselines; no interpolation."""
+    finished, others = [run for run in runs if run.finished], [baseline[run.seed] for run in runs]
+    rows, target = _mean_rows(finished, smooth), _mean_rows(others, smooth)
+    if not target or (finished and not rows):
         return None
-    end, sign = target[-1], 1 if baseline[0].metric.higher_is_better else -1
+    end, sign = target[-1], 1 if others[0].metric.higher_is_better else -1
     for row in rows:
         if sign * row["value"] >= sign * end["value"]:
-            return Match(end, row["epoch"], int(row["step"]), row["seconds"])
+            return Match(end, row["epoch"], row["step"], row["seconds"])
     return Match(end)
 
 

@@ -169,8 +169,7 @@ def pack_heads(rows: Rows) -> dict[str, list[Any]]:
         listed = [{key: row.get(key) for key in (*records.MEASURED[:4], *records.JACOBIAN)} for row in measured]
         means = {key: finite_mean(number(row.get(key)) for row in heads) for key in records.ARITHMETIC}
         for key in (*records.KAPPAS, *records.LARGEST):
-            found = summarise_logs(number(row.get(key)) for row in heads)
-            means[key] = math.inf if found.infinite and not found.finite else found.geometric_mean
+            means[key] = summarise_logs(number(row.get(key)) for row in heads).geometric_mean
         kept += [listed[0] | means, *listed[1:]]
     columns = to_columns(kept)
     copies = [key for key, source in records.COPIES.items() if key in columns and columns[key] == columns.get(source)]

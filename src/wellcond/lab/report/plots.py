@@ -11,9 +11,10 @@ import math
 import re
 import statistics
 import warnings
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable
+from functools import cache, partial
 from importlib import resources
+from operator import attrgetter
 from typing import Any
 
 from wellcond.errors import needs_extra
@@ -22,13 +23,10 @@ from wellcond.lab.report.table import cut
 from wellcond.pages import style
 
 NUM_COLOURS = 10
-LARGEST_POWER = 307
-MOST_TICKS = 9
 FAR = 4.0
 """Times the median distance from zero beyond which a method gets a triangle instead of a place on the axis."""
-DASHES: dict[str, Any] = {"solid": "-", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
-"""Of the methods, as plotly and as matplotlib call them; runs in no mean are dashed."""
-LINES = DASHES | {"dash": "--"}
+LINES: dict[str, Any] = {"solid": "-", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3)), "dash": "--"}
+"""As plotly and as matplotlib call them: of the methods, and the last of runs that are in no mean."""
 MARKERS = {"circle": "o", "triangle-right": ">", "triangle-left": "<"}
 SETTINGS: Any = {
     "svg.hashsalt": "wellcond", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9,
@@ -38,22 +36,21 @@ SETTINGS: Any = {
 CHARACTER = 0.075
 """Width of one in inches."""
 Plot = dict[str, Any]
+_safe = partial(html.escape, quote=False)
+"""Plotly reads tags in text; entities it shows as they are meant."""
 
 
 def plots(figure: Figure) -> list[tuple[str, Plot]]:
-    """Heading and plot of every panel of a figure."""
-    draw = _line_plot if figure.kind == "lines" else _bar_plot
-    return [(panel.title, draw(figure, panel)) for panel in figure.panels]
+    """Heading and plot of every panel of a figure, without a legend, which the page has above it."""
+    look = {"margin": {"l": 52, "r": 12, "t": 8, "b": 44}, "showlegend": False, "hovermode": "closest"}
+    draw = _bar_plot if figure.bars else _line_plot
+    made = [(panel.title, *draw(figure, panel)) for panel in figure.panels]
+    return [(title, {"data": traces, "layout": layout | look}) for title, traces, layout in made]
 
 
 def _rounded(values: Iterable[float]) -> list[float | None]:
     """Six digits, more than a screen shows; what is not finite has no place on an axis."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-
-
-def _safe(text: str) -> str:
-    """Plotly reads tags in text; entities it shows as they are meant."""
-    return html.escape(text, quote=False)
 
 
 def _axis(title: str, ticks: dict[Any, str] | None = None, **settings: Any) -> Plot:
@@ -62,36 +59,29 @@ def _axis(title: str, ticks: dict[Any, str] | None = None, **settings: Any) -> P
     return {"title": {"text": _safe(title), "standoff": 8}, **look, **placed, **settings}
 
 
-def _plot(height: int, traces: Sequence[Plot], x: Plot, y: Plot) -> Plot:
-    """A plot without a legend, which the page has above it."""
-    look = {"margin": {"l": 52, "r": 12, "t": 8, "b": 44}, "showlegend": False, "hovermode": "closest"}
-    return {"data": list(traces), "layout": {"height": height, "xaxis": x, "yaxis": y, **look}}
-
-
 def log_range(values: Iterable[float], span: tuple[float, float] | None = None) -> tuple[float, float]:
-    """Both ends of a logarithmic axis, as powers of ten, for some values or a fixed span.
-
-    The axis covers at least half a decade, since it would zoom into the rounding of flat curves.
-    """
+    """Both ends of a logarithmic axis, as powers of ten, for some values or a fixed span."""
     usable = [value for value in values if 0 < value < math.inf]
     low, high = span or (min(usable, default=1.0), max(usable, default=10.0))
-    # In logarithms, since bounds come near the largest float: room at both ends, and never beyond it.
+    # In logarithms, since bounds come near the largest float: room at both ends, and never beyond it. At least half a
+    # decade, since the axis would zoom into the rounding of flat curves.
     bottom, top = math.log10(low), math.log10(high)
     room = max(0.04 * (top - bottom), 0.25 - (top - bottom) / 2)
-    return max(bottom - room, -LARGEST_POWER), min(top + room, LARGEST_POWER)
+    return max(bottom - room, -307), min(top + room, 307)
 
 
 def _look(figure: Figure, series: str) -> tuple[int, str, str]:
-    """Place of the method of a series, its colour and its dash."""
-    place = figure.place(series)
-    return place, f"@c{place % NUM_COLOURS}", list(DASHES)[place // NUM_COLOURS % len(DASHES)]
+    """Place of the method of a series (one of a run that did not finish begins with it), its colour and its dash."""
+    found = [name for name in figure.methods if series == name or series.startswith(f"{name}, seed ")]
+    place = figure.methods.index(max(found, key=len))
+    return place, f"@c{place % NUM_COLOURS}", list(LINES)[place // NUM_COLOURS % 4]
 
 
-def _line_plot(figure: Figure, panel: Panel) -> Plot:
+def _line_plot(figure: Figure, panel: Panel) -> tuple[list[Plot], Plot]:
     """Means with bands; a method without common steps falls back to its seeds, one line each."""
     bands: list[Plot] = []
     lines: list[Plot] = []
-    x_label = panel.x_label or figure.x_label
+    x_label, place_of = panel.x_label or figure.x_label, attrgetter("epoch" if figure.x_label == "epoch" else "step")
     for series, seeds in panel.by_series().items():
         means = [seeds[name] for name in (MEAN, LOW, HIGH)] if MEAN in seeds else []
         count = len(seeds) - 3 if means else 1 if series in figure.methods else 0
@@ -102,13 +92,13 @@ def _line_plot(figure: Figure, panel: Panel) -> Plot:
         if count > 1:
             low, high = ([row for row in rows if math.isfinite(row.value)] for rows in (means[1], means[2][::-1]))
             bands.append(common | {
-                "mode": "lines", "x": _rounded(figure.x(row) for row in (*low, *high)),
+                "mode": "lines", "x": _rounded(map(place_of, (*low, *high))),
                 "y": _rounded(row.value for row in (*low, *high)), "fill": "toself", "fillcolor": f"{colour}/0.16",
                 "line": {"width": 0}, "hoverinfo": "skip",
             })  # fmt: skip
         for rows in means[:1] or seeds.values():
-            shown = [row for row in rows if math.isfinite(figure.x(row))]
-            points = {"x": _rounded(map(figure.x, shown)), "y": _rounded(row.value for row in shown)}
+            shown = [row for row in rows if math.isfinite(place_of(row))]
+            points = {"x": _rounded(map(place_of, shown)), "y": _rounded(row.value for row in shown)}
             lines.append(common | points | {
                 "mode": "lines+markers" if len(shown) <= 40 else "lines", "name": _safe(series),
                 "line": {"color": colour, "width": 2 if count else 1.3, "dash": dash if count else "dash"},
@@ -119,18 +109,16 @@ def _line_plot(figure: Figure, panel: Panel) -> Plot:
         ends = log_range((y for t in (*bands, *lines) for y in t["y"] if y is not None), panel.span)
         look = {"type": "log", "range": [round(end, 4) for end in ends], "exponentformat": "power"}
     x = _axis(x_label)
-    if panel.x_label:  # the values that were tried
+    if panel.x_label:  # the values that were tried, at most nine of them
         tried = sorted({row.step for row in panel.rows})
-        ticks = {value: f"{value:.3g}" for value in tried[:: math.ceil(len(tried) / MOST_TICKS)]}
+        ticks = {value: f"{value:.3g}" for value in tried[:: math.ceil(len(tried) / 9)]}
         x = _axis(x_label, ticks, **({"type": "log"} if tried[0] > 0 else {}))
-    return _plot(290, [*bands, *lines], x, _axis(panel.y_label, **look))
+    return [*bands, *lines], {"height": 290, "xaxis": x, "yaxis": _axis(panel.y_label, **look)}
 
 
-def _bar_plot(figure: Figure, panel: Panel) -> Plot:
+def _bar_plot(figure: Figure, panel: Panel) -> tuple[list[Plot], Plot]:
     """The mean of each method, with its interval if it has one, and its seeds, beside the dotted line of a target."""
-    found = {
-        series: {seed: rows[0].value for seed, rows in seeds.items()} for series, seeds in panel.by_series().items()
-    }
+    found = {name: {seed: rows[0].value for seed, rows in seeds.items()} for name, seeds in panel.by_series().items()}
     target = found.pop(BUDGET, {}).get(MEAN, math.nan)
     span = _readable_span(list(found.values())) if target == 0 else None
     dotted = {"color": "@soft", "width": 1, "dash": "dot"}
@@ -163,7 +151,7 @@ def _bar_plot(figure: Figure, panel: Panel) -> Plot:
     names = {at: cut(name) for at, name in enumerate(found)}
     x = _axis(panel.y_label, zeroline=False) | ({"range": _rounded(span)} if span else {})
     y = _axis("", names, range=[len(found) - 0.5, -0.5], showgrid=False, zeroline=False)
-    return _plot(78 + 34 * max(len(found), 2), traces, x, y)
+    return traces, {"height": 78 + 34 * max(len(found), 2), "xaxis": x, "yaxis": y}
 
 
 def _readable_span(bars: list[dict[str, float]]) -> tuple[float, float] | None:
@@ -202,7 +190,7 @@ def draw_static(figure: Figure) -> bytes:
                 _draw_trace(ax, trace)
             for which in "xy":
                 _set_axis(ax, which, plot["layout"][f"{which}axis"])
-        looks = [(_paint(line["color"])[0], LINES[line["dash"]]) for line in legend.values()]
+        looks = [(_palette()[line["color"]], LINES[line["dash"]]) for line in legend.values()]
         handles = [Line2D([], [], color=colour, linestyle=dash) for colour, dash in looks]
         if handles:
             canvas.legend(handles, labels, loc="outside lower center", ncols=min(beside, len(labels)), frameon=False)
@@ -218,28 +206,20 @@ def _tidy(text: str) -> str:
 
 @cache
 def _palette() -> dict[str, str]:
-    """Colours of the light scheme by name, as the style sheets have them."""
+    """Colours of the light scheme, as the style sheets have them, by names such as `@c0`."""
     own = (resources.files("wellcond.lab.report") / "templates" / "comparison.css").read_text("utf-8")
-    found = re.findall(r"--(\w+):(#\w{6})", style() + own)
-    return dict(reversed(found))
-
-
-def _paint(name: str) -> tuple[str, float]:
-    """Colour and opacity of a name such as `@c0/0.5`."""
-    plain, _, opacity = name.removeprefix("@").partition("/")
-    return _palette()[plain], float(opacity or 1)
+    return {f"@{name}": colour for name, colour in reversed(re.findall(r"--(\w+):(#\w{6})", style() + own))}
 
 
 def _draw_trace(ax: Any, trace: Plot) -> None:
     x, y = ([math.nan if value is None else value for value in trace[key]] for key in ("x", "y"))
     if "fill" in trace:
-        colour, opacity = _paint(trace["fillcolor"])
-        ax.fill(x, y, color=colour, alpha=opacity, linewidth=0)
+        colour, opacity = trace["fillcolor"].split("/")
+        ax.fill(x, y, color=_palette()[colour], alpha=float(opacity), linewidth=0)
         return
     mode, mark = trace["mode"], trace.get("marker", {})
     line = trace["line"] if "lines" in mode else {"color": mark["color"], "width": 0, "dash": "solid"}
-    colour, opacity = _paint(line["color"])
-    look = {"color": colour, "alpha": opacity, "linestyle": LINES[line["dash"]], "linewidth": 0.8 * line["width"]}
+    look = {"color": _palette()[line["color"]], "linestyle": LINES[line["dash"]], "linewidth": 0.8 * line["width"]}
     if "markers" in mode:
         look |= {"marker": MARKERS[mark["symbol"]], "markersize": 0.65 * mark["size"]}
     ax.plot(x, y, solid_capstyle="butt", **look)

@@ -1,30 +1,24 @@
-"""Statistics of values by seed: means, intervals, paired differences of which positive is better, power and verdicts.
-
-Silent where there are too few seeds.
-"""
+"""Statistics of values by seed: means, intervals, paired differences (positive is better), power and verdicts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy.special import nctdtr, stdtr, stdtrit  # scipy.stats takes seconds to import
 
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.table import INFINITE, MISSING, PLUS_MINUS, Cell, Values, show, show_seeds, show_share
+from wellcond.lab.report.table import INFINITE, MISSING, Cell, Values, show, show_seeds, show_share
 
 LEVEL = 0.95
 FEWEST_SEEDS = 3
-FEWEST_FOR_BOOTSTRAP = 5
-NUM_DRAWS = 10_000
 ALPHA = 0.05
 POWER = 0.8
 MOST_SUMS = 2**20
-_CLOSE = 1e-6
-"""Sums that differ by less, in units of the largest difference, are the same."""
 
 Interval = tuple[float, float]
 Kind = Literal["better", "worse", "equal", "undecided"]
@@ -42,27 +36,38 @@ class Summary:
         return len(self.values)
 
     @property
+    def sample(self) -> np.ndarray:
+        """The values alone."""
+        return np.array(list(self.values.values()))
+
+    @property
     def mean(self) -> float:
         """Arithmetic mean; NaN of nothing."""
         return math.fsum(self.values.values()) / self.count if self.values else math.nan
 
     @property
     def std(self) -> float:
-        """Sample standard deviation, divisor n - 1; NaN below two values."""
-        return sample_std(list(self.values.values()))
+        """Sample standard deviation; exactly zero where values differ by rounding only, NaN below two values."""
+        if self.count < 2:
+            return math.nan
+        spread, values = float(np.std(self.sample, ddof=1)), self.values.values()
+        # Differences such as 0.93 - 0.90 and 0.53 - 0.50 are equal but for rounding, and would give p = 1e-30.
+        return 0.0 if spread <= 1e-12 * max(map(abs, values)) else spread
 
-    def show(self, metric: Metric) -> str:
-        """Mean and standard deviation, the latter where there is one."""
-        return metric.show(self.mean) + ("" if math.isnan(self.std) else f" {PLUS_MINUS} {metric.show(self.std)}")
+    @property
+    def interval(self) -> Interval | None:
+        """95 % interval of the mean by the t distribution; None below three values."""
+        if self.count < FEWEST_SEEDS:
+            return None
+        mean, error = float(self.sample.mean()), self.std / math.sqrt(self.count)
+        half = error * float(stdtrit(self.count - 1, 0.5 + LEVEL / 2))
+        return mean - half, mean + half
 
-    def cell(self, metric: Metric) -> Cell:
-        """For a table."""
-        return self.show(metric), self.columns(metric)
-
-    def columns(self, metric: Metric) -> Values:
-        """The numbers for programs."""
-        scale = metric.scale
-        return {"metric": metric.label, "n": self.count, "mean": self.mean * scale, "sd": self.std * scale}
+    def cell(self, metric: Metric) -> tuple[str, Values]:
+        """Mean and standard deviation, the latter where there is one; and the numbers for programs."""
+        mean, std = self.mean * metric.scale, self.std * metric.scale
+        shown = metric.show(self.mean) + ("" if math.isnan(std) else f" ± {metric.show(self.std)}")
+        return shown, {"metric": metric.label, "n": self.count, "mean": mean, "sd": std}
 
 
 @dataclass(frozen=True)
@@ -77,133 +82,77 @@ class PairedDifference(Summary):
     """`p` corrected over its question: all pairs with the same baseline and metric."""
 
     @property
-    def interval(self) -> Interval | None:
-        """95 % interval of the mean by the t distribution; None below three seeds."""
-        return t_interval(list(self.values.values()))
-
-    @property
     def bootstrap(self) -> Interval | None:
         """95 % percentile interval of the mean over 10,000 draws with a fixed seed; None below five seeds."""
-        if self.count < FEWEST_FOR_BOOTSTRAP:
+        if self.count < 5:
             return None
-        chosen = np.random.default_rng(0).integers(0, self.count, (NUM_DRAWS, self.count))
-        means = np.array(list(self.values.values()))[chosen].mean(1)
-        low, high = np.quantile(means, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
+        chosen = np.random.default_rng(0).integers(0, self.count, (10_000, self.count))
+        low, high = np.quantile(self.sample[chosen].mean(1), [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
         return float(low), float(high)
 
     @property
     def p(self) -> float | None:
         """Two-sided paired t test; None below three seeds, or where all differences are equal."""
-        if self.count < FEWEST_SEEDS or self.without_spread:
+        if self.count < FEWEST_SEEDS or self.std == 0:
             return None
-        mean = float(np.mean(list(self.values.values())))
-        return float(2 * stdtr(self.count - 1, -abs(mean) / self.std * math.sqrt(self.count)))
+        return float(2 * stdtr(self.count - 1, -abs(self.sample.mean()) / self.std * math.sqrt(self.count)))
 
-    @property
-    def detectable(self) -> float:
-        """The smallest true difference that as many pairs with this spread show; NaN where none can be told."""
-        return smallest_detectable(self.std, self.count)
+    def p_equal(self, margin: float) -> float:
+        """Larger p of two one-sided paired t tests that the mean lies inside ± `margin`; NaN if not defined."""
+        if self.count < FEWEST_SEEDS or not self.std > 0 or not margin > 0:
+            return math.nan
+        return float(stdtr(self.count - 1, (abs(self.sample.mean()) - margin) / (self.std / math.sqrt(self.count))))
 
-    @property
-    def without_spread(self) -> bool:
-        """All differences are equal: the t test has nothing to divide by."""
-        return self.count >= FEWEST_SEEDS and self.std == 0
-
-    def show(self, metric: Metric) -> str:
-        """Mean and interval, the latter where there is one."""
-        return metric.show(self.mean, sign=True) + (f" {show_interval(self.interval, metric)}" if self.interval else "")
-
-    def columns(self, metric: Metric) -> Values:
-        """The numbers for programs; empty without pairs."""
-        found: Values = {
-            "difference": self.mean * metric.scale, "difference_sd": self.std * metric.scale,
-            **interval_values(self.interval, metric.scale), "relative": self.relative, "p": self.p,
-            "p_holm": self.p_holm,
+    def cell(self, metric: Metric) -> tuple[str, Values]:
+        """Mean and interval, the latter where there is one; and the numbers for programs."""
+        shown, (ends, numbers) = metric.show(self.mean, sign=True), interval_cell(self.interval, metric)
+        return f"{shown} {ends}" if self.interval else shown, {
+            "pairs": self.count, "difference": self.mean * metric.scale, "difference_sd": self.std * metric.scale,
+            **numbers, "relative": self.relative, "p": self.p, "p_holm": self.p_holm,
         }  # fmt: skip
-        return {"pairs": self.count} | (found if self.count else dict.fromkeys(found))
 
 
 NO_PAIRS = PairedDifference({}, "", "", math.nan)
 
 
-@dataclass(frozen=True)
-class LogSummary:
+class LogSummary(NamedTuple):
     """Condition numbers on log10: means are geometric, and what is not finite is counted."""
 
     geometric_mean: float
+    """Of the finite values; infinite if all are."""
     interval: Interval | None
     """95 % interval of the geometric mean; None below three finite values."""
     finite: int
     total: int
-    infinite: int = 0
-
-    @property
-    def infinite_share(self) -> float:
-        """Share of the known values that are infinite; 0 of nothing."""
-        return self.infinite / (self.finite + self.infinite) if self.infinite else 0.0
+    infinite_share: float
+    """Of the known values."""
 
     def show(self, mean: str) -> str:
         """A mean, and the share of infinite values, which are in none."""
-        share = f" ({INFINITE} in {show_share(self.infinite_share)})" if self.infinite else ""
-        return f"{mean}{share}" if self.finite else INFINITE if self.infinite else MISSING
+        share = f" ({INFINITE} in {show_share(self.infinite_share)})" if self.infinite_share else ""
+        return f"{mean}{share}" if self.finite else INFINITE if self.infinite_share else MISSING
 
     def cell(self, name: str, *, interval: bool = False) -> Cell:
         """The geometric mean and, if wanted, its interval."""
-        mean = self.geometric_mean if self.finite or not self.infinite else math.inf
-        ends = self.interval if interval else None
-        shown = show(mean) + (f" [{show(ends[0])}, {show(ends[1])}]" if ends else "")
-        numbers = interval_values(ends, prefix=f"{name}_") if interval else {}
+        mean, (low, high) = self.geometric_mean, self.interval or (math.nan, math.nan)
+        shown = show(mean) + (f" [{show(low)}, {show(high)}]" if interval and self.interval else "")
+        numbers = {f"{name}_low": low, f"{name}_high": high} if interval else {}
         return self.show(shown), {name: mean, **numbers, f"{name}_infinite_share": self.infinite_share}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What one difference decides."""
+class Verdict(NamedTuple):
+    """What one difference decides, and why not more; the reason may be empty."""
 
     kind: Kind
-    margin: float
-    """A difference below it counts as none; NaN where there is no margin."""
-    p_equal: float | None
-    """Larger p of the two one-sided tests against the margin; None where they are not defined."""
-    reason: str = ""
-    """Why there is no other verdict, or what limits it; may be empty."""
-
-    def show(self, metric: Metric) -> str:
-        """One or a few words."""
-        if self.kind == "equal":
-            return f"equal: {self.reason}" if self.reason else f"equal within {metric.show(self.margin)}"
-        if self.kind in ("better", "worse") and self.p_equal is not None and self.p_equal < ALPHA:
-            return f"{self.kind}, by less than {metric.show(self.margin)}"
-        return self.kind
-
-
-def sample_std(values: Sequence[float]) -> float:
-    """Sample standard deviation; exactly zero where values differ by rounding only."""
-    if len(values) < 2:
-        return math.nan
-    spread = float(np.std(np.asarray(values, dtype=float), ddof=1))
-    # Differences such as 0.93 - 0.90 and 0.53 - 0.50 are equal but for rounding, and would give p = 1e-30.
-    return 0.0 if spread <= 1e-12 * max(map(abs, values)) else spread
-
-
-def t_interval(values: Sequence[float]) -> Interval | None:
-    """95 % interval of the mean by the t distribution; None below three values."""
-    if len(values) < FEWEST_SEEDS:
-        return None
-    mean, half = float(np.mean(values)), sample_std(values) / math.sqrt(len(values))
-    half *= float(stdtrit(len(values) - 1, 0.5 + LEVEL / 2))
-    return mean - half, mean + half
+    reason: str
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """Holm's step-down correction; None stays None and does not count as a test."""
     order = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
-    corrected: list[float | None] = [None] * len(p_values)
-    highest = 0.0
-    for rank, (p, at) in enumerate(order):
-        highest = max(highest, min(1.0, (len(order) - rank) * p))
-        corrected[at] = highest
-    return corrected
+    scaled = (min(1.0, (len(order) - rank) * p) for rank, (p, _) in enumerate(order))
+    corrected = {at: p for (_, at), p in zip(order, accumulate(scaled, max), strict=True)}
+    return [corrected.get(at) for at in range(len(p_values))]
 
 
 def compare_paired(
@@ -226,8 +175,7 @@ def correct(differences: Iterable[PairedDifference]) -> list[PairedDifference]:
 def smallest_detectable(std: float, n: int) -> float:
     """The smallest true paired difference that the two-sided t test over `n` pairs shows at `ALPHA` with `POWER`.
 
-    Exact, by the noncentral t distribution, given the standard deviation of the paired differences; NaN below three
-    pairs, or where the differences have no spread.
+    Exact, by the noncentral t distribution; NaN below three pairs, or where the differences have no spread.
     """
     if n < FEWEST_SEEDS or not 0 < std < math.inf:
         return math.nan
@@ -241,15 +189,6 @@ def smallest_detectable(std: float, n: int) -> float:
     return std * high / math.sqrt(n)
 
 
-def equality_p(values: Sequence[float], margin: float) -> float | None:
-    """Larger p of two one-sided paired t tests that the mean difference lies inside ± `margin`; None if not defined."""
-    std = sample_std(values)
-    if len(values) < FEWEST_SEEDS or not std > 0 or not margin > 0:
-        return None
-    error, mean = std / math.sqrt(len(values)), float(np.mean(values))
-    return float(stdtr(len(values) - 1, (abs(mean) - margin) / error))
-
-
 def sign_flip_p(values: Sequence[float]) -> float | None:
     """Two-sided p of the exact permutation test on paired differences, all 2^n flips of sign; None if all are zero.
 
@@ -261,7 +200,7 @@ def sign_flip_p(values: Sequence[float]) -> float | None:
 
 
 def sign_flip_equality_p(values: Sequence[float], margin: float) -> float:
-    """The counterpart of `equality_p` for counts: the larger p of two one-sided exact tests against ± `margin`.
+    """The counterpart of `p_equal` for counts: the larger p of two one-sided exact tests against ± `margin`.
 
     Each flips the signs of the differences from one end of the margin, which assumes that they are symmetric about
     their centre. With `n` differences p is at least 1 / 2^n: five are needed to come below 0.05.
@@ -280,7 +219,7 @@ def _lower_flips(values: Sequence[float]) -> float:
         counts = np.bincount(places, weights=np.concatenate([counts, counts]))
         if len(sums) > MOST_SUMS:
             raise ValueError(f"expected at most {MOST_SUMS} different sums, found more with {len(values)} differences")
-    return float(counts[sums <= math.fsum(values) / unit + _CLOSE].sum() / counts.sum())
+    return float(counts[sums <= math.fsum(values) / unit + 1e-6].sum() / counts.sum())
 
 
 def judge(
@@ -291,65 +230,49 @@ def judge(
     Better and worse need p below 0.05 after Holm's correction. Equal needs both one-sided tests at 5 %, or differences
     that are all zero. Runs that diverged are in no pair, so a side that lost runs cannot come out as better or equal.
     """
-    values = list(difference.values.values())
-    p_equal = equality_p(values, margin)
     kind: Kind = "undecided"
     reason = ""
     if difference.count < FEWEST_SEEDS:
         reason = f"fewer than {FEWEST_SEEDS} pairs"
     elif difference.p_holm is not None and difference.p_holm < ALPHA:
         kind = "better" if difference.mean > 0 else "worse"
-    elif not any(values):
+    elif not any(difference.values.values()):
         kind, reason = "equal", "tied in every seed"
-    elif difference.without_spread:
+    elif difference.std == 0:
         reason = "all differences are equal, so t is not defined"
-    elif p_equal is not None and p_equal < ALPHA:
+    elif difference.p_equal(margin) < ALPHA:
         kind = "equal"
     if diverged and kind in ("better", "equal"):
         kind, reason = "undecided", f"{kind} in the runs that survived, but {diverged} diverged"
     elif baseline_diverged and kind in ("worse", "equal"):
         kind, reason = "undecided", f"{kind} where both survived, but {baseline_diverged} of the baseline diverged"
-    return Verdict(kind, margin, p_equal, reason)
+    return Verdict(kind, reason)
 
 
-def typical_std(differences: Sequence[PairedDifference]) -> float:
-    """Standard deviation of paired differences, pooled over methods; NaN where none has a spread."""
-    known = [(d.std**2, d.count - 1) for d in differences if d.count > 1 and d.std > 0]
-    weight = sum(freedom for _, freedom in known)
-    return math.sqrt(math.fsum(v * f for v, f in known) / weight) if weight else math.nan
-
-
-def describe_power(metric: Metric, differences: Iterable[PairedDifference], seeds: int | None = None) -> list[str]:
-    """Which difference as many seeds can show, from the spread of the runs that are there; nothing without spread.
-
-    By default as many seeds as there are pairs; a comparison that is to come may have others.
-    """
-    known = list(differences)
-    pairs = max((difference.count for difference in known), default=0)
-    std, count = typical_std(known), pairs if seeds is None else seeds
-    smallest = smallest_detectable(std, count)
+def describe_power(metric: Metric, differences: Collection[PairedDifference], seeds: int | None = None) -> list[str]:
+    """Which difference `seeds`, by default as many as there are pairs, can show, by the spread of the runs so far."""
+    pairs, spread = max((d.count for d in differences), default=0), [d for d in differences if d.std > 0]
+    freedom = sum(d.count - 1 for d in spread)
+    pooled = math.sqrt(math.fsum(d.std**2 * (d.count - 1) for d in spread) / freedom) if spread else math.nan
+    count = pairs if seeds is None else seeds
+    smallest = smallest_detectable(pooled, count)
     if math.isnan(smallest):
         return []
     return [
         f"{show_seeds(count)} can show a true difference of {metric.show(smallest)}{metric.unit} (power "
         f"{show_share(POWER)}, level {ALPHA}, one comparison; paired differences here have a standard deviation of "
-        f"{metric.show(std)}{metric.unit} over {show_seeds(pairs)})."
+        f"{metric.show(pooled)}{metric.unit} over {show_seeds(pairs)})."
     ]
 
 
 def summarise_logs(values: Iterable[float]) -> LogSummary:
-    """Geometric mean of the finite values among some condition numbers."""
+    """Summary of some condition numbers."""
     listed = list(values)
     logs = [math.log10(value) for value in listed if math.isfinite(value) and value > 0]
-    mean = 10 ** (math.fsum(logs) / len(logs)) if logs else math.nan
-    around = t_interval(logs)
+    infinite, around = sum(value == math.inf for value in listed), Summary(dict(enumerate(logs))).interval
+    mean = 10 ** (math.fsum(logs) / len(logs)) if logs else math.inf if infinite else math.nan
     interval = None if around is None else (10 ** around[0], 10 ** around[1])
-    return LogSummary(mean, interval, len(logs), len(listed), sum(value == math.inf for value in listed))
-
-
-def show_interval(interval: Interval | None, metric: Metric) -> str:
-    """An interval of a difference."""
-    return MISSING if interval is None else f"[{', '.join(metric.show(end, sign=True) for end in interval)}]"
+    return LogSummary(mean, interval, len(logs), len(listed), infinite / max(infinite + len(logs), 1))
 
 
 def show_p(p: float | None) -> str:
@@ -359,7 +282,8 @@ def show_p(p: float | None) -> str:
     return "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.1 else f"{p:.2f}"
 
 
-def interval_values(interval: Interval | None, scale: float = 1.0, prefix: str = "") -> Values:
-    """Both ends of an interval, for programs."""
+def interval_cell(interval: Interval | None, metric: Metric, prefix: str = "") -> tuple[str, Values]:
+    """An interval of a difference, and both ends for programs."""
     low, high = interval or (math.nan, math.nan)
-    return {f"{prefix}low": low * scale, f"{prefix}high": high * scale}
+    shown = f"[{metric.show(low, sign=True)}, {metric.show(high, sign=True)}]" if interval else MISSING
+    return shown, {f"{prefix}low": low * metric.scale, f"{prefix}high": high * metric.scale}

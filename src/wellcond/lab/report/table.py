@@ -1,7 +1,4 @@
-"""Tables as data, as markdown and as CSV (as HTML: the template `table.html`), and how numbers look in them.
-
-Numbers of stored records may be text ("inf", "nan"), since JSON has neither.
-"""
+"""Tables as data, as markdown and as CSV (as HTML: the template `table.html`), and how numbers look in them."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ Values = dict[str, Value]
 Cell = str | tuple[str, Values]
 """What is shown, and the numbers behind it, each by its name in a file for programs."""
 Row = Mapping[str, Cell]
-PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
 FORMULA = re.compile(r"[=@\t\r]|[+-][A-Za-z(]")
 """How a text begins that a spreadsheet would compute; +1.5 and -0.3 are numbers."""
 
@@ -45,13 +41,12 @@ class Table:
 
     @classmethod
     def of(
-        cls, name: str, title: str, rows: Iterable[Row], notes: Iterable[str] = (), words: Iterable[int] = (0,)
+        cls, name: str, title: str, rows: Sequence[Row], notes: Iterable[str] = (), words: Iterable[int] = (0,)
     ) -> Table:
         """A table of rows by column."""
-        listed = list(rows)
-        pairs = [[cell if isinstance(cell, tuple) else (cell, {}) for cell in row.values()] for row in listed]
+        pairs = [[cell if isinstance(cell, tuple) else (cell, {}) for cell in row.values()] for row in rows]
         values = [{name: value for _, known in row for name, value in known.items()} for row in pairs]
-        header, shown = tuple(listed[0]) if listed else (), tuple(tuple(text for text, _ in row) for row in pairs)
+        header, shown = tuple(rows[0]) if rows else (), tuple(tuple(text for text, _ in row) for row in pairs)
         return cls(name, title, header, shown, tuple(notes), frozenset(words), tuple(values) if any(values) else ())
 
     def only(self, columns: Sequence[int]) -> Table:
@@ -104,9 +99,8 @@ def csv_text(header: Iterable[str], rows: Iterable[Iterable[Value]]) -> str:
 
 def _plain_number(value: float) -> str:
     """Shortest text that reads back as the same number; empty where there is none."""
-    if math.isnan(value):
-        return ""
-    return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(float(value))
+    whole = value.is_integer() and abs(value) < 1e15
+    return "" if math.isnan(value) else str(int(value)) if whole else repr(value)
 
 
 def finite_mean(values: Iterable[float]) -> float:
@@ -116,8 +110,8 @@ def finite_mean(values: Iterable[float]) -> float:
 
 
 def show_known(value: float | None, form: str) -> str:
-    """A number in a form of its own, where there is one."""
-    return MISSING if value is None or math.isnan(value) else form.format(value)
+    """A number in a form of its own, where it is finite."""
+    return form.format(value) if value is not None and math.isfinite(value) else show(value)
 
 
 def show_share(share: float) -> str:

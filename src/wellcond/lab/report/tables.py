@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
-from wellcond.lab.report.analysis import Analysis, seconds_per_step
-from wellcond.lab.report.match import SMOOTH, show_match
+from wellcond.lab.report.analysis import Analysis, seconds_per_step, step_ratios
+from wellcond.lab.report.match import SMOOTH, match_method, show_match
 from wellcond.lab.report.records import KAPPAS, Metric
-from wellcond.lab.report.statistics import LogSummary, Summary, interval_values, show_interval, show_p, summarise_logs
-from wellcond.lab.report.table import MISSING, Cell, Row, Table, finite_mean, number, show, show_known, show_share
+from wellcond.lab.report.statistics import Summary, interval_cell, show_p, smallest_detectable, summarise_logs
+from wellcond.lab.report.table import MISSING, Cell, Row, Table, Values, finite_mean, number, show_known, show_share
 
 NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
 """Numbers of an evaluation that are no scores."""
@@ -30,12 +29,8 @@ def _method(analysis: Analysis, method: str) -> Cell:
     return method + (" (baseline)" if method == analysis.comparison.baseline else ""), {"method": method}
 
 
-def _number(name: str, value: Any, digits: int = 3) -> Cell:
-    return show(value, digits), {name: number(value)}
-
-
-def _known(name: str, value: float, form: str) -> Cell:
-    return show_known(value, form), {name: value}
+def _number(name: str, value: Any, form: str = "{:.3g}") -> Cell:
+    return show_known(number(value), form), {name: number(value)}
 
 
 def _scaled(name: str, value: float, metric: Metric, *, sign: bool = False) -> Cell:
@@ -45,11 +40,11 @@ def _scaled(name: str, value: float, metric: Metric, *, sign: bool = False) -> C
 def _outcomes(analysis: Analysis, method: str) -> Cell:
     """Runs in means, and the others by name, with the share of runs that diverged among those that ended."""
     found = analysis.outcomes(method)
-    counts = {name: found[name] for name in ("finished", "diverged", "failed", "partial")}
-    others = [f"{count} {name}" for name, count in counts.items() if count and name != "finished"]
+    others = [f"{found[name]} {name}" for name in ("diverged", "failed", "partial") if found[name]]
     if found["diverged"]:
         others[0] += f" ({show_share(found['diverged'] / (found['finished'] + found['diverged']))})"
-    return " + ".join([str(found["finished"]), *others]), dict(counts)
+    counts: Values = {name: found[name] for name in ("finished", "diverged", "failed", "partial")}
+    return " + ".join([str(found["finished"]), *others]), counts
 
 
 def summary_table(analysis: Analysis) -> Table:
@@ -59,6 +54,7 @@ def summary_table(analysis: Analysis) -> Table:
     for method in comparison.methods:
         summary, difference = analysis.summaries[method], analysis.difference(method)
         entropy, matching = analysis.attention(method, last=True)[0], analysis.matchings[method]
+        slower = finite_mean(step_ratios(comparison, method).values())
         rows.append({
             "method": _method(analysis, method),
             "runs": _outcomes(analysis, method),
@@ -70,9 +66,9 @@ def summary_table(analysis: Analysis) -> Table:
                 matching.show(unit),
                 {f"{unit}s_to_match": matching.mean(unit), "never_reached": matching.censored},
             ),
-            "κ(J) at end": analysis.last_jacobian(method).cell("kappa_j"),
-            "entropy / ln N at end": _known("normalised_entropy", entropy, "{:.2f}"),
-            "time of a step": _known("step_time_ratio", analysis.step_ratio(method), "{:.2f} ×"),
+            "κ(J) at end": analysis.last_heads(method).cell("kappa_j"),
+            "entropy / ln N at end": _number("normalised_entropy", entropy, "{:.2f}"),
+            "time of a step": _number("step_time_ratio", slower, "{:.2f} ×"),
         })  # fmt: skip
     return Table.of("summary", "Summary by method", rows, _summary_notes(analysis), (0, 1, 5))
 
@@ -90,23 +86,21 @@ def _summary_notes(analysis: Analysis) -> list[str]:
         "undecided, and so is better or equal of a method that lost runs.",
     ]
     if comparison.tested:
-        notes.append(
-            f"{metric.name.capitalize()} is that {comparison.tested_weights}; {analysis.unit}s to match are "
-            "counted on the evaluation set."
-        )
+        on = f"{analysis.unit}s to match are counted on the evaluation set."
+        notes.append(f"{metric.name.capitalize()} is that {comparison.tested_weights}; {on}")
         untested = [run for run in comparison.runs if run.finished and not math.isfinite(run.test_value)]
         notes += [f"{run.method}, seed {run.seed} has no finite test score and is in no mean." for run in untested]
-    lost = (run for run in comparison.runs if run.outcome in ("diverged", "failed"))
+    lost = [run for run in comparison.runs if run.outcome in ("diverged", "failed")]
     notes += [
-        f"{method}, seed {seed} {outcome}: it is counted under runs, but its last value is in no mean and its paired "
-        "difference is left out, so the means of this method are of the runs that survived."
-        for method, seed, outcome in sorted((run.method, run.seed, run.outcome) for run in lost)
+        f"{run.method}, seed {run.seed} {run.outcome}: it is counted under runs, but its last value is in no mean and "
+        "its paired difference is left out, so the means of this method are of the runs that survived."
+        for run in sorted(lost, key=lambda run: (run.method, run.seed))
     ]
     if partial := sum(run.outcome == "partial" for run in comparison.runs):
         notes.append(f"{partial} unfinished (partial) {'run is' if partial == 1 else 'runs are'} in no mean.")
     if short := [m for m, d in analysis.differences.items() if d.count and d.interval is None]:
         notes.append(f"Fewer than 3 pairs, so no interval and no p: {', '.join(short)}.")
-    if flat := [m for m, d in analysis.differences.items() if d.without_spread]:
+    if flat := [m for m, d in analysis.differences.items() if d.interval and d.std == 0]:
         notes.append(f"All differences are equal: the interval has no width, t is not defined: {', '.join(flat)}.")
     if any(analysis.heads.values()):
         notes.append(
@@ -119,11 +113,10 @@ def _summary_notes(analysis: Analysis) -> list[str]:
 def _time_notes(analysis: Analysis) -> list[str]:
     """Why times of steps are missing."""
     finished = [run for run in analysis.comparison.runs if run.finished]
-    runs = [run for run in finished if not run.alone]
-    if not runs:
-        return []
-    named = "" if len(runs) == len(finished) else f": {', '.join(f'{run.method}, seed {run.seed}' for run in runs)}"
-    return [f"Times that were not measured alone on their cores are those of the company, and left out{named}."]
+    runs = [f"{run.method}, seed {run.seed}" for run in finished if not run.alone]
+    named = "" if len(runs) == len(finished) else f": {', '.join(runs)}"
+    said = f"Times that were not measured alone on their cores are those of the company, and left out{named}."
+    return [said] if runs else []
 
 
 def statistics_table(analysis: Analysis) -> Table:
@@ -131,23 +124,20 @@ def statistics_table(analysis: Analysis) -> Table:
     comparison, metric = analysis.comparison, analysis.comparison.result
     rows: list[Row] = []
     for method, summary in analysis.summaries.items():
-        d = analysis.difference(method)
-        values, bootstrap = summary.values.values(), d.bootstrap
+        d, values = analysis.difference(method), summary.values.values()
         rows.append({
             "method": (method, {"method": method}),
-            "n": (str(summary.count), summary.columns(metric)),
+            "n": (str(summary.count), summary.cell(metric)[1]),
             "mean": metric.show(summary.mean), "std": metric.show(summary.std),
             "min": _scaled("min", min(values, default=math.nan), metric),
             "max": _scaled("max", max(values, default=math.nan), metric),
-            "pairs": (str(d.count or MISSING), d.columns(metric)),
+            "pairs": (str(d.count or MISSING), d.cell(metric)[1]),
             f"difference to {comparison.baseline}": metric.show(d.mean, sign=True),
             "its std": metric.show(d.std), "relative": show_known(d.relative, "{:+.1%}"),
-            "95 % interval (t)": show_interval(d.interval, metric),
-            "95 % interval (bootstrap)": (
-                show_interval(bootstrap, metric), interval_values(bootstrap, metric.scale, "bootstrap_"),
-            ),
+            "95 % interval (t)": interval_cell(d.interval, metric),
+            "95 % interval (bootstrap)": interval_cell(d.bootstrap, metric, "bootstrap_"),
             "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
-            "can show": _scaled("detectable", d.detectable, metric),
+            "can show": _scaled("detectable", smallest_detectable(d.std, d.count), metric),
         })  # fmt: skip
     of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
     note = of_tested if comparison.tested else f"Last {metric.label} of finished runs"
@@ -166,7 +156,7 @@ def required_table(analysis: Analysis) -> Table:
     rows: list[Row] = [
         {
             "comparison": (f"{d.method} − {d.baseline}", {"method": d.method, "baseline": d.baseline}),
-            "pairs": (str(d.count), d.columns(metric)), f"difference{unit} [95 % interval]": d.show(metric),
+            "pairs": str(d.count), f"difference{unit} [95 % interval]": d.cell(metric),
             "relative": show_known(d.relative, "{:+.1%}"), "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
             "verdict": analysis.verdict(d),
         }
@@ -184,7 +174,7 @@ def matching_table(analysis: Analysis) -> Table:
     unit, baseline = analysis.unit, analysis.comparison.baseline
     rows: list[Row] = []
     for method in analysis.comparison.methods:
-        matching, smoothed = analysis.matchings[method], analysis.smoothed[method]
+        matching, smoothed = analysis.matchings[method], match_method(analysis.comparison, method, smooth=SMOOTH)
         papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
         rows.append({
@@ -194,13 +184,11 @@ def matching_table(analysis: Analysis) -> Table:
                 f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING,
                 {"never_reached": matching.censored, "seeds": len(by_seed)},
             ),
-            f"earlier than {baseline} itself": (matching.show_gain(), {"gain": matching.gain}),
+            f"earlier than {baseline} itself": matching.gain_cell(),
             "p (exact, Holm)": (show_p(matching.p_holm), {"p": matching.p, "p_holm": matching.p_holm}),
-            "share of training saved": _known("saving", matching.mean("saving"), "{:.0%}"),
+            "share of training saved": _number("saving", matching.mean("saving"), "{:.0%}"),
             "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
-            f"paired, running mean of {SMOOTH}": (
-                smoothed.show(unit), {f"running_mean_{SMOOTH}": smoothed.mean(unit)},
-            ),
+            f"paired, running mean of {SMOOTH}": (smoothed.show(unit), {f"running_mean_{SMOOTH}": smoothed.mean(unit)}),
             "seconds of training": _number("seconds", matching.mean("seconds") if alone else None),
             "each seed": (
                 ", ".join(f"{seed}: {show_match(match, unit)}" for seed, match in by_seed) or MISSING,
@@ -223,32 +211,29 @@ def conditioning_table(analysis: Analysis) -> Table:
     """Conditioning at the end, means and intervals on log10 over seeds: a row per method that was measured."""
     baseline = analysis.comparison.baseline
     bounds = {"log₁₀ true bound": "bound_log10", "log₁₀ papers' bound (not a bound)": "papers_bound_log10"}
-    base = _last(analysis, baseline, KAPPA_J)
+    base, base_infinite = _last(analysis, baseline, KAPPA_J), analysis.last_heads(baseline).infinite_share
     rows: list[Row] = []
     for method in [method for method in analysis.comparison.methods if analysis.tables(method)]:
         kappas = _last(analysis, method, KAPPA_J)
-        pseudo, strict = (analysis.last_jacobian(method, key) for key in (KAPPA_J, "condition_number"))
+        pseudo, strict = (analysis.last_heads(method, key) for key in (KAPPA_J, "condition_number"))
         (first, _), (last, dead) = (analysis.attention(method, last=at_end) for at_end in (False, True))
-        known = not pseudo.infinite and not analysis.last_jacobian(baseline).infinite and method != baseline
+        known = method != baseline and not pseudo.infinite_share and not base_infinite
         factor = summarise_logs([kappas[seed] / base[seed] for seed in sorted(set(kappas) & set(base)) if known])
         rows.append({
             "method": (method, {"method": method}),
-            "κ(J) [95 % interval]": _over_seeds(analysis, method, KAPPA_J).cell("kappa_j", interval=True),
+            "κ(J) [95 % interval]": _over_seeds(analysis, method, KAPPA_J, "kappa_j", interval=True),
             f"factor to {baseline} [95 % interval]": factor.cell("factor", interval=True),
             "κ(J) finite": (f"{pseudo.finite}/{pseudo.total}", {"finite": pseudo.finite}),
             "strict κ(J) finite": (
                 f"{strict.finite}/{strict.total}", {"strict_finite": strict.finite, "heads_measured": pseudo.total},
             ),
             **{title: _bound_cell(analysis, method, key) for title, key in bounds.items()},
-            **{f"κ of W_{key[-1].upper()}": _over_seeds(analysis, method, key).cell(key) for key in KAPPAS[:3]},
+            **{f"κ of W_{key[-1].upper()}": _over_seeds(analysis, method, key, key) for key in KAPPAS[:3]},
             "entropy / ln N, start to end": (
                 MISSING if math.isnan(first + last) else f"{first:.2f} → {last:.2f}",
                 {"normalised_entropy_start": first, "normalised_entropy_end": last},
             ),
-            "dead heads at end": (
-                f"{sum(dead):.0f}/{len(dead)}" if dead else MISSING,
-                {"dead_heads": sum(dead) if dead else None},
-            ),
+            "dead heads at end": _number("dead_heads", sum(dead) if dead else None, f"{{:.0f}}/{len(dead)}"),
         })  # fmt: skip
     note = (
         "Geometric means over heads and layers at the last measurement of each run, then over seeds; intervals by the "
@@ -261,20 +246,19 @@ def conditioning_table(analysis: Analysis) -> Table:
 
 def _bound_cell(analysis: Analysis, method: str, key: str) -> Cell:
     mean = finite_mean(finite_mean(table.at_end(key)) for table in analysis.tables(method))
-    return analysis.last_jacobian(method, key).show(f"{mean:.2f}"), {f"{key}_mean": mean}
+    return analysis.last_heads(method, key).show(f"{mean:.2f}"), {f"{key}_mean": mean}
 
 
-def _over_seeds(analysis: Analysis, method: str, key: str) -> LogSummary:
-    """Mean and interval over seeds, with the counts of finite and infinite heads."""
-    heads = analysis.last_jacobian(method, key)
-    summary = summarise_logs(_last(analysis, method, key).values())
-    return replace(summary, finite=heads.finite, infinite=heads.infinite)
+def _over_seeds(analysis: Analysis, method: str, key: str, name: str, *, interval: bool = False) -> Cell:
+    """Mean and interval over seeds, with the share of infinite heads."""
+    heads, seeds = analysis.last_heads(method, key), summarise_logs(_last(analysis, method, key).values())
+    return seeds._replace(finite=heads.finite, infinite_share=heads.infinite_share).cell(name, interval=interval)
 
 
 def _last(analysis: Analysis, method: str, key: str) -> dict[int, float]:
     """Geometric mean over heads and layers at the last measurement, by seed."""
     found = {table.run.seed: summarise_logs(table.at_end(key)).geometric_mean for table in analysis.tables(method)}
-    return {seed: value for seed, value in found.items() if math.isfinite(value)}
+    return {seed: value for seed, value in found.items() if not math.isnan(value)}
 
 
 def other_metrics_table(analysis: Analysis) -> Table:
@@ -289,10 +273,8 @@ def other_metrics_table(analysis: Analysis) -> Table:
         for name in names:
             scores = {seed: number(run.part(part).get(name)) for seed, run in comparison.finished(method).items()}
             summary = Summary({seed: value for seed, value in scores.items() if math.isfinite(value)})
-            row[name.replace("_", " ")] = (
-                summary.show(Metric(name, True, percent=False)),
-                {f"{name}_mean": summary.mean, f"{name}_sd": summary.std, f"{name}_n": summary.count},
-            )
+            numbers: Values = {f"{name}_mean": summary.mean, f"{name}_sd": summary.std, f"{name}_n": summary.count}
+            row[name.replace("_", " ")] = summary.cell(Metric(name))[0], numbers
         rows.append(row)
     on = f"On the test split, {comparison.tested_weights}" if comparison.tested else "At the last evaluation"
     note = f"{on}; mean ± std of finished runs, each number as it was recorded."
@@ -309,7 +291,7 @@ def seed_table(analysis: Analysis) -> Table:
         last = _scaled("last", run.value, metric)
         scored: Row = {
             comparison.result.label: _scaled("test", run.test_value, metric),
-            "tested step": _number("tested_step", test.get("step"), 9),
+            "tested step": _number("tested_step", test.get("step"), "{:.9g}"),
         }
         rows.append({
             "method": (run.method, {"method": run.method}),
@@ -319,9 +301,10 @@ def seed_table(analysis: Analysis) -> Table:
             **(scored if tested else {metric.label: last}),
             "difference": _scaled("difference", pairs.values.get(run.seed, math.nan), metric, sign=True),
             **({f"last {metric.label}": last} if tested else {}),
-            "loss": _number("loss", run.part("final").get("loss"), 4),
+            "loss": _number("loss", run.part("final").get("loss"), "{:.4g}"),
             f"best {metric.label}": _scaled("best", number(run.part("best").get(metric.name)), metric),
-            "step": _number("step", progress.get("step"), 9), "of": _number("num_steps", progress.get("num_steps"), 9),
+            "step": _number("step", progress.get("step"), "{:.9g}"),
+            "of": _number("num_steps", progress.get("num_steps"), "{:.9g}"),
             "seconds": _number("seconds", seconds),
             "reason": (reason := str(run.record.get("reason") or ""), {"reason": reason}),
         })  # fmt: skip
@@ -342,10 +325,10 @@ def cost_table(analysis: Analysis) -> Table:
         rows.append({
             "method": (method, {"method": method}),
             "seconds per step": _number("seconds_per_step", finite_mean(map(seconds_per_step, runs))),
-            "relative": _known("relative", analysis.step_ratio(method), "{:.2f} ×"),
-            "samples per second": _number("samples_per_second", rate, 4),
+            "relative": _number("relative", finite_mean(step_ratios(comparison, method).values()), "{:.2f} ×"),
+            "samples per second": _number("samples_per_second", rate, "{:.4g}"),
             **{f"{part}, s": _number(f"{part}_seconds", seconds) for part, seconds in parts.items()},
-            "peak memory, MB": _number("peak_memory_mb", memory, 4),
+            "peak memory, MB": _number("peak_memory_mb", memory, "{:.4g}"),
         })  # fmt: skip
     note = f"Means over finished runs; relative is to {comparison.baseline} of the same seed."
     return Table.of("cost", "Cost", rows, (note, *_time_notes(analysis)))

@@ -196,7 +196,7 @@ def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
     )
     over = " and ".join(tuning.fields).replace("optimizer.lr", "learning rate")
     title = f"{tuning.metric.name.capitalize()} over {over}"
-    return Figure("tuning", "Tuning", title, caption, "lines", tuple(panels), comparison.methods, comparison.scale)
+    return Figure("tuning", "Tuning", title, caption, tuple(panels), comparison.methods, comparison.scale)
 
 
 def tuning_table(tuning: Tuning) -> Table:

@@ -144,8 +144,7 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[figure
         series = dict.fromkeys(row.series for panel in panels for row in panel.rows if row.series != figures.BUDGET)
         name = f"{id}-match" if bars and len(wanted) < len(entry.columns) else id
         title, scale = f"{id}: {entry.title} (scale {first.comparison.scale})", first.comparison.scale
-        kind: figures.Kind = "bars" if bars else "lines"
-        figure = figures.Figure(name, "", title, "", kind, panels, tuple(series), scale, first.unit).drawable()
+        figure = figures.Figure(name, "", title, "", panels, tuple(series), scale, first.unit, bars).drawable()
         if figure.panels:
             yield figure
         if any(panel.log for panel in figure.panels):
@@ -200,7 +199,7 @@ def _figure_rows(entry: Entry, records: Collection) -> Iterator[dict[str, Cell]]
                 runs = f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}"
                 shown = matching.show(unit), show_known(saving, "saves {:.0%}"), runs, part.show(name, panel) or MISSING
                 yield _figure_row(
-                    panel, f"{unit}s to match", name, *shown, n=count, reached=len(matching.reached),
+                    panel, f"{unit}s to match", name, *shown, n=count, reached=count - matching.censored,
                     matched=matching.mean(unit), saving=saving, paper=part.mean(name, (panel,)),
                 )  # fmt: skip
         else:

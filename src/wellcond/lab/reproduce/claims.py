@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -19,7 +19,7 @@ from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import ALPHA, PairedDifference, judge
 from wellcond.lab.report.table import Cell, Table, plain_markdown, show_seeds, without_empty_columns
 from wellcond.lab.reproduce.catalogue import catalogue, read_paper_file
-from wellcond.lab.reproduce.stored import find_study, what_ran
+from wellcond.lab.reproduce.stored import find_study, what_ran, what_was_built
 from wellcond.lab.settings import Settings
 
 LEAD = (
@@ -136,7 +136,7 @@ def judge_claims(results: Path) -> list[Judged]:
                 continue
             of_column = claim.model_copy(update={"setup": claim.setup.replace("{column}", rule.column), "rule": rule})
             study = find_study(results / rule.folder) if rule.folder else None
-            ran = "; ".join(what_ran(study.comparison)) if study else ""
+            ran = "; ".join([what_was_built(study.comparison), *what_ran(study.comparison)]) if study else ""
             report = f"{rule.folder}/report/report.md"
             found.append(Judged(of_column, verdict, ran, report if ran and (results / report).is_file() else ""))
     return found
@@ -185,24 +185,24 @@ def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Test:
     part = catalogue().entries[table].parts[0] if rule.row else None
     paper = part.share(rule.row, rule.base_row, rule.column) if part else None
     claimed: Word = "equal" if rule.kind == "same" else "better"
-    values = list(base.values())
-    return difference.p, lambda p: decide(replace(difference, p_holm=p), metric, values, paper, lost, claimed)
+    return difference.p, lambda p: decide(replace(difference, p_holm=p), metric, base, paper, lost, claimed)
 
 
 def decide(
-    difference: PairedDifference, metric: Metric, base: Sequence[float], paper: float | None,
+    difference: PairedDifference, metric: Metric, base: Mapping[int, float], paper: float | None,
     lost: tuple[int, int] = (0, 0), claimed: Word = "better",
 ) -> Verdict:  # fmt: skip
     """Judge a corrected difference, given the values of the second method and diverged runs of both.
 
     The paper's gain is a share of its baseline's error, None if it has no number; `claimed` agrees with the paper.
     """
-    error = metric.error(math.fsum(base) / len(base))
-    margin = abs(paper) * error / 2 if paper is not None and math.isfinite(error) else statistics.sample_std(base)
+    second = statistics.Summary(dict(base))
+    error = metric.error(second.mean)
+    margin = abs(paper) * error / 2 if paper is not None and math.isfinite(error) else second.std
     verdict = judge(difference, margin, diverged=lost[0], baseline_diverged=lost[1])
     said = [f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"]
-    if difference.interval is not None and not difference.without_spread:
-        said[0] += f" {statistics.show_interval(difference.interval, metric)}"
+    if difference.interval is not None and difference.std:
+        said[0] += f" {statistics.interval_cell(difference.interval, metric)[0]}"
     said[0] += f", {show_seeds(difference.count)}"
     said[0] += f", p {statistics.show_p(difference.p_holm)}" if difference.p_holm is not None else ""
     if paper is not None and math.isfinite(error) and error:
@@ -211,8 +211,9 @@ def decide(
     said += [verdict.reason] if verdict.reason else []
     if verdict.kind in ("equal", "undecided") and difference.count > 1 and margin > 0:
         said.append(f"margin {metric.show(margin)}")
-    if verdict.kind == "undecided" and math.isfinite(difference.detectable):
-        said.append(f"so many seeds show {metric.show(difference.detectable)}")
+    least = statistics.smallest_detectable(difference.std, difference.count)
+    if verdict.kind == "undecided" and math.isfinite(least):
+        said.append(f"so many seeds show {metric.show(least)}")
     return Verdict(verdict.kind, "; ".join(said), None if verdict.kind == "undecided" else verdict.kind == claimed)
 
 
@@ -228,7 +229,7 @@ def _kappa(rule: Rule, analysis: Analysis) -> Test:
         said += f"; infinite and in no mean: {singular} of {rule.method}, {base_singular} of {rule.over}"
 
     def decide_kappa(p: float | None) -> Verdict:
-        verdict = decide(replace(difference, p_holm=p), ORDERS, list(base.values()), None)
+        verdict = decide(replace(difference, p_holm=p), ORDERS, base, None)
         evidence = f"{said}: {verdict.evidence}"
         if singular != base_singular and verdict.word == ("better" if singular > base_singular else "worse"):
             return Verdict("undecided", evidence)
@@ -258,7 +259,7 @@ def _saving(rule: Rule, analysis: Analysis) -> Test:
     own = analysis.matchings.get(rule.method, Matching({}, None)).by_seed
     base = analysis.matchings[analysis.comparison.baseline].by_seed
     shared = sorted(set(own) & set(base))
-    differences = [(own[seed].saving or 0.0) - (base[seed].saving or 0.0) for seed in shared]
+    differences = [float(np.nan_to_num(own[seed].saving) - np.nan_to_num(base[seed].saving)) for seed in shared]
     if not differences:
         return _without_test("no records", f"no records of {rule.method}")
 

@@ -131,6 +131,12 @@ def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
             yield f"{shared.title}{f', {variant},' if variant else ''} ran as: {'; '.join(facts)}{apart}."
 
 
+def what_was_built(comparison: Comparison) -> str:
+    """The model by its name, and what the recipe built it with."""
+    model = comparison.runs[0].part("config").get("model") or {}
+    return ", ".join([str(model.get("name")), *(f"{key} {value}" for key, value in model.get("arguments", {}).items())])
+
+
 def what_ran(comparison: Comparison, paper: AtScale | None = None) -> Iterator[str]:
     """What the records ran, never the set-up that they stand for; its sizes, if given, stand beside ours."""
     model, data, progress = (comparison.runs[0].part(name) for name in ("model", "data", "progress"))
