@@ -21,13 +21,7 @@ ARCHITECTURES = {
 
 
 def build_architecture(name: str, arguments: dict[str, Any]) -> nn.Module:
-    """Build the model `wellcond:name`.
-
-    Raises:
-        UnknownChoiceError: no such architecture.
-        MissingExtraError: a library it is built on is not installed.
-        ModelSpecError: an option is wrong.
-    """
+    """Build the model `wellcond:name`; ModelSpecError if an option is wrong."""
     check_choice("architecture", name, sorted(ARCHITECTURES))
     module, class_name, extra = ARCHITECTURES[name]
     with needs_extra("pydantic", "train"):

@@ -31,12 +31,10 @@ TOKEN_NORM = re.compile(r"(layer|rms|simple)_?norm", re.IGNORECASE)
 
 
 def remove_norms_(model: nn.Module, norms: Norms, run: Callable[[], object]) -> list[str]:
-    """Replace norms of the blocks by `nn.Identity`, in place; norms outside the blocks (the final one) stay.
+    """Replace norms of the blocks by `nn.Identity`, in place, and return their names; the final norm stays.
 
     A block is the element of a `ModuleList` or `Sequential` that holds an attention; norms of queries and keys belong
-    to the attention and stay. `run` runs the model on a sample, which shows what runs before what. Returns the names.
-
-    Raises: RecipeError where the blocks are not of this form; the model is then unchanged.
+    to the attention and stay. `run` runs the model on a sample, which shows what runs before what.
     """
     sites = find_attention(model, strict=False)
     chosen = {site.name: _block_norms(model, site.name, sites) for site in sites}
@@ -58,14 +56,15 @@ def remove_norms_(model: nn.Module, norms: Norms, run: Callable[[], object]) -> 
 
 
 def _block_norms(model: nn.Module, site: str, sites: list[AttentionSite]) -> list[str]:
-    """The norms of the innermost block around an attention.
-
-    Raises: RecipeError if there are none, or if a neighbour of the block has norms but no attention, as in T5.
-    """
+    """The norms of the innermost block around an attention; RecipeError if a neighbour has some without one (T5)."""
     attentions = tuple(f"{other.name}." for other in sites)
     block = next(elements_around(model, site))
     parent = block.rpartition(".")[0]
-    norms = [f"{name}." for name, module in model.named_modules() if _is_norm(module)]
+    norms = [
+        f"{name}."
+        for name, module in model.named_modules()
+        if any(TOKEN_NORM.search(kind.__name__) for kind in type(module).__mro__)
+    ]
     own = [name[:-1] for name in norms if name.startswith(f"{block}.") and not name.startswith(attentions)]
     for child in dict(model.get_submodule(parent).named_children()):
         path = f"{parent}.{child}." if parent else f"{child}."
@@ -76,10 +75,6 @@ def _block_norms(model: nn.Module, site: str, sites: list[AttentionSite]) -> lis
             f"model.norms: which norms are those of {block} of {type(model).__name__} is unknown; use model.norms: keep"
         )
     return own
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return any(TOKEN_NORM.search(kind.__name__) for kind in type(module).__mro__)
 
 
 def _called(modules: dict[str, nn.Module], run: Callable[[], object]) -> list[str]:
@@ -98,10 +93,7 @@ def _called(modules: dict[str, nn.Module], run: Callable[[], object]) -> list[st
 
 
 def add_qk_norm_(model: nn.Module, run: Callable[[], object]) -> None:
-    """Normalise queries and keys of every attention, in place, without a learned gain.
-
-    Raises: RecipeError for attentions that it cannot be added to; `run`, on a sample, shows which read their weights.
-    """
+    """Normalise queries and keys of every attention, in place, without a learned gain; `run` runs it on a sample."""
     try:
         sites = find_attention(model)
         add_head_norm_(sites)
@@ -122,9 +114,8 @@ def add_qk_norm_(model: nn.Module, run: Callable[[], object]) -> None:
 def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) -> None:
     """Multiply what attention and MLP add to the stream by learned factors (LayerScale, Touvron et al. 2021), in place.
 
-    The factors, one for each feature, are parameters `layer_scale` of W_O and of the MLP's last matrix.
-
-    Raises: RecipeError for blocks that have such factors, or whose W_O is not called; `run` runs the model on a sample.
+    The factors, one for each feature, are parameters `layer_scale` of W_O and of the MLP's last matrix. `run` runs the
+    model on a sample.
     """
     scaled: dict[str, nn.Module] = {}
     blocks = find_blocks(model, find_attention(model))
@@ -176,12 +167,7 @@ def scale_true_(model: nn.Module, width: int) -> dict[str, float]:
     """Start every matrix of the blocks (Q, K, V, O, MLP) at the sigma sqrt(fan_in) of a model `width` wide, in place.
 
     Weights of one fixed deviation are multiplied by sqrt(width / width of the model), in all stages alike; weights
-    drawn by fan stay. Depth and inner ratios stay the model's own, as do embeddings, positions, norms, biases and the
-    head.
-
-    Returns: the factor of each matrix, in the order of the model.
-
-    Raises: RecipeError, with nothing changed, where the width or a weight's rule cannot be told.
+    drawn by fan stay, as do embeddings, positions, norms, biases and the head. Returns the factor of each matrix.
     """
     try:
         sites = find_attention(model)
@@ -198,10 +184,7 @@ def scale_true_(model: nn.Module, width: int) -> dict[str, float]:
 
 
 def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
-    """Whether a weight was drawn with the library's one deviation, not by fan.
-
-    Raises: RecipeError if neither or both agree with what is measured.
-    """
+    """Whether a weight was drawn with the library's one deviation, not by fan; RecipeError if that cannot be told."""
     sizes = weight.parameter.detach().double().abs()
     # timm's truncated normal draws a -2 now and then, a hundred deviations (the inverse error function of -1).
     std = float(sizes[sizes <= OUTLIER * sizes.median()].square().mean().sqrt())
@@ -229,29 +212,24 @@ def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
 # Scales of what the first block receives: tokens(embeddings=3.46, positions=25). See `wellcond.init.tokens`.
 
 TOKENS = {"embeddings": find_embeddings, "positions": find_positions}
-LARGEST = 1e6
 
 
 def check_factors(factors: dict[str, Any]) -> dict[str, float]:
     """Factors in the order embeddings, positions, without those of 1, which change nothing; ValueError for others."""
     for name, factor in factors.items():
-        if name not in TOKENS:
-            raise ValueError(f"tokens: expected {' or '.join(TOKENS)}, found {name!r}")
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < factor <= LARGEST:
-            raise ValueError(f"tokens: {name}: expected a factor above 0 and at most {LARGEST:g}, found {factor!r}")
+        if name not in TOKENS or type(factor) not in (int, float) or not 0 < factor <= 1e6:
+            raise ValueError(
+                f"tokens: expected factors of {' and '.join(TOKENS)} above 0 and at most 1e6, found {name}={factor!r}"
+            )
     return {name: factors[name] for name in TOKENS if factors.get(name, 1) != 1}
 
 
 @torch.no_grad()
 def scale_tokens_(model: nn.Module, factors: dict[str, float]) -> list[str]:
-    """Multiply embeddings, positions or both, in place.
+    """Multiply embeddings, positions or both, in place, and return the names of the parameters.
 
     An output layer that is tied to the word embeddings is the same weight, and follows them. Patch embeddings are
     scaled where their size is decided: weight and bias of the projection, or of the norm that comes after it.
-
-    Returns: names of the parameters that were multiplied.
-
-    Raises: RecipeError if the model lacks one of the kinds; nothing is then changed.
     """
     plan = {kind: dict(find(model)) for kind, find in TOKENS.items() if kind in factors}
     for kind, found in plan.items():

@@ -162,7 +162,6 @@ class CrammedBertForMaskedLM(nn.Module):
 
     def __init__(self, options: CrammedBertOptions) -> None:
         super().__init__()
-        self.options = options
         self.encoder = CrammedEncoder(options)
         self.apply(_initialise)
 
@@ -183,7 +182,6 @@ class CrammedBertForSequenceClassification(nn.Module):
 
     def __init__(self, options: CrammedBertClassifierOptions) -> None:
         super().__init__()
-        self.options = options
         self.encoder = CrammedEncoder(options)
         self.pooler = nn.ModuleDict({"dense": nn.Linear(options.width, POOLER_WIDTH)})
         self.dropout = nn.Dropout(options.dropout)

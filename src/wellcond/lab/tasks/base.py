@@ -110,27 +110,55 @@ class TaskContext:
 
     @property
     def splits(self) -> dict[str, Dataset]:
-        """`training`, `evaluation` and `test`, if it is wanted and has labels where there are classes."""
+        """`training`, `evaluation` and `test`, if it is wanted and has labels where training has."""
         splits = {"training": self.data.train, "evaluation": self.data.evaluation}
         test = self.data.others.get("test") if self.with_test else None
-        if test is not None and (test.labels is not None or self.data.class_names is None):
+        if test is not None and (test.labels is not None or self.data.train.labels is None):
             splits["test"] = test
         return splits
 
-    def need_kind(self, task: str, *kinds: str) -> None:
-        """Raise RecipeError unless the data are of a kind the task can use."""
-        if self.data.kind not in kinds:
-            raise RecipeError(f"{task} needs {' or '.join(kinds)} data; {self.data.name} has {self.data.kind}")
 
-    def need_classes(self, task: str) -> int:
-        """Number of classes; RecipeError if there are none, a label is none of them, or all labels to train on are one.
+class AbstractTask(ABC):
+    """Samples, loss and score of one kind of problem."""
 
-        A model that always says this class would be right in 100 % of such cases and have learned nothing.
-        """
-        data, names = self.data, self.data.class_names
+    metric: Metric
+    kinds: ClassVar[tuple[str, ...]]
+    """Of data that it takes."""
+    can_be_sharded: ClassVar[bool] = True
+    """Whether processes call the model equally often, without which shards of its weights cannot be put together."""
+    auto_class: ClassVar[str | None] = None
+    """Class of transformers with the head this task needs; None if there is none."""
+    inputs: str | Sequence[str] = ("input_ids",)
+    """Parts of a batch that the model takes by name, or the one part that is its only argument."""
+    train: Samples
+    evaluation: Samples
+    test: Samples | None
+    """Samples that no choice is made on; None if the data have no labelled split named test."""
+    following: int = 0
+    """How many samples `training_batch` needs that follow those of a part in the update, cyclically."""
+    further: Mapping[str, Samples] = MappingProxyType({})
+    """Other sets to score at every evaluation, their values under names that begin with these."""
+    tokenizer: Tokenizer | None = None
+    """Of tasks that read text as tokens by `task.tokenizer`."""
+
+    def __init__(self, settings: Any, context: TaskContext) -> None:
+        self.settings, self.context, self.data, self.seed = settings, context, context.data, context.seed
+        if self.data.kind not in self.kinds:
+            raise RecipeError(
+                f"{settings.name} needs {' or '.join(self.kinds)} data; {self.data.name} has {self.data.kind}"
+            )
+
+    def set_splits(self, make: Callable[[Any, str], Samples]) -> None:
+        """Make the samples of each split, from it and its name."""
+        made = {name: make(split, name) for name, split in self.context.splits.items()}
+        self.train, self.evaluation, self.test = made["training"], made["evaluation"], made.get("test")
+
+    def count_classes(self) -> int:
+        """Number of classes; RecipeError without at least two to learn, or for a label that is none of them."""
+        data, names, task = self.data, self.data.class_names, self.settings.name
         if names is None:
             raise RecipeError(f"{task} needs labels; {data.name} has none. Name the label column in data.label")
-        for name, split in self.splits.items():
+        for name, split in self.context.splits.items():
             labels = torch.empty(0) if split.labels is None else split.labels
             for row in ((labels < 0) | (labels >= len(names))).nonzero().flatten().tolist():
                 raise RecipeError(
@@ -143,29 +171,6 @@ class TaskContext:
                 f"{names[found[0]]!r}. Add examples of another class, or name the right label column in data.label"
             )
         return len(names)
-
-
-class AbstractTask(ABC):
-    """Samples, loss and score of one kind of problem."""
-
-    metric: Metric
-    can_be_sharded: ClassVar[bool] = True
-    """Whether processes call the model equally often, without which shards of its weights cannot be put together."""
-    auto_class: ClassVar[str | None] = None
-    """Class of transformers with the head this task needs; None if there is none."""
-    inputs: str | Sequence[str] = ("input_ids",)
-    """Parts of a batch that the model takes by name, or the one part that is its only argument."""
-    train: Samples
-    evaluation: Samples
-    test: Samples | None = None
-    """Samples that no choice is made on; None if the data have no labelled split named test."""
-    following: int = 0
-    """How many samples `training_batch` needs that follow those of a part in the update, cyclically."""
-    further: Mapping[str, Samples] = MappingProxyType({})
-    """Other sets to score at every evaluation, their values under names that begin with these."""
-    data: Data
-    tokenizer: Tokenizer | None = None
-    """Of tasks that read text as tokens by `task.tokenizer`."""
 
     @abstractmethod
     def model_arguments(self, kind: str) -> dict[str, Any]:
@@ -181,10 +186,7 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
-        """Sums over a batch from which `metrics` follows.
-
-        Where it does not, `records` has pairs of the number of a sample and what is to be known of it, to be pickled.
-        """
+        """Sums over a batch; `records`, if any, are pairs of a sample's number and what `metrics` needs of it."""
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
@@ -203,9 +205,9 @@ class AbstractTask(ABC):
         return batch[self.inputs] if isinstance(self.inputs, str) else {name: batch[name] for name in self.inputs}
 
     def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
-        """Augmentation across the samples of a step; none by default.
+        """Augmentation across samples, by default none, of one part of a step and the `following` samples after it.
 
-        The batch is one part, numbered over all processes and accumulations, and the `following` samples after it.
+        Parts are numbered over all processes and accumulations.
         """
         return batch
 
@@ -229,7 +231,11 @@ class ClassificationTask(AbstractTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy in nats."""
-        return cross_entropy(self.logits(model, batch).float(), batch["label"].flatten(), reduction="sum")
+        return self.loss_of(self.logits(model, batch), batch["label"])
+
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy of logits (labels, classes)."""
+        return cross_entropy(logits.float(), labels.flatten(), reduction="sum")
 
     def num_terms(self, batch: Batch) -> Tensor | int:
         """One per label."""
@@ -237,10 +243,10 @@ class ClassificationTask(AbstractTask):
 
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         """Loss, correct answers and count."""
-        logits, labels = self.logits(model, batch), batch["label"].flatten()
+        logits = self.logits(model, batch)
         return {
-            "loss": cross_entropy(logits.float(), labels, reduction="sum").double(),
-            "correct": (logits.argmax(-1) == labels).sum().double(),
+            "loss": self.loss_of(logits, batch["label"]).double(),
+            "correct": (logits.argmax(-1) == batch["label"].flatten()).sum().double(),
             "count": torch.as_tensor(self.num_terms(batch), dtype=torch.float64, device=logits.device),
         }
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss, pad
+from torch.nn.functional import mse_loss, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from wellcond.attention.distributed import unwrap
@@ -33,9 +33,6 @@ from wellcond.lab.tokenizers import LibraryTokenizer, Tokenizer, TokenizerChoice
 MULTIPLE = 8
 """Batches are padded to a multiple of it, which suits the hardware."""
 HUB_ID = "nyu-mll/glue"
-GlueName = Literal["mnli", "sst2", "stsb", "rte", "qnli", "qqp", "mrpc", "cola"]
-"""The eight tasks that the papers report, in the order of their tables."""
-NAMES: tuple[str, ...] = get_args(GlueName)
 
 
 @dataclass(frozen=True)
@@ -44,30 +41,32 @@ class GlueTask:
 
     columns: tuple[str, ...]
     """One sentence, or two."""
-    classes: tuple[str, ...] | None
-    """In the order of the labels; None where the label is a number."""
     metrics: tuple[str, ...] = ("accuracy",)
     """The first is what its column of the table shows."""
+    regression: bool = False
+    """Whether the label is a number, not a class."""
 
 
 _PAIR = ("sentence1", "sentence2")
 TASKS = {
-    "mnli": GlueTask(("premise", "hypothesis"), ("entailment", "neutral", "contradiction")),
-    "sst2": GlueTask(("sentence",), ("negative", "positive")),
-    "stsb": GlueTask(_PAIR, None, ("pearson", "spearman")),
-    "rte": GlueTask(_PAIR, ("entailment", "not_entailment")),
-    "qnli": GlueTask(("question", "sentence"), ("entailment", "not_entailment")),
-    "qqp": GlueTask(("question1", "question2"), ("not_duplicate", "duplicate"), ("f1", "accuracy")),
-    "mrpc": GlueTask(_PAIR, ("not_equivalent", "equivalent"), ("f1", "accuracy")),
-    "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), ("matthews", "accuracy")),
+    "mnli": GlueTask(("premise", "hypothesis")),
+    "sst2": GlueTask(("sentence",)),
+    "stsb": GlueTask(_PAIR, ("pearson", "spearman"), regression=True),
+    "rte": GlueTask(_PAIR),
+    "qnli": GlueTask(("question", "sentence")),
+    "qqp": GlueTask(("question1", "question2"), ("f1", "accuracy")),
+    "mrpc": GlueTask(_PAIR, ("f1", "accuracy")),
+    "cola": GlueTask(("sentence",), ("matthews", "accuracy")),
 }
+"""Those that the papers report, in the order of their tables."""
+NAMES = tuple(TASKS)
 
 
 class GlueSettings(Settings):
     """Options of the task."""
 
     name: Literal["glue"] = "glue"
-    task: GlueName
+    task: Literal["mnli", "sst2", "stsb", "rte", "qnli", "qqp", "mrpc", "cola"]
     tokenizer: TokenizerChoice
     length: Annotated[SequenceLength, Field(ge=8)] = 128
     """Longer sequences are cut, of a pair always the longer sentence."""
@@ -122,25 +121,21 @@ class Sentences(Samples):
 class Glue(ClassificationTask):
     """The label of a sentence or a pair."""
 
+    kinds = ("text",)
     auto_class = "AutoModelForSequenceClassification"
     inputs = ("input_ids", "attention_mask")
     tokenizer: LibraryTokenizer
 
     def __init__(self, settings: GlueSettings, context: TaskContext) -> None:
-        data, self.settings, self.glue = context.data, settings, TASKS[settings.task]
+        super().__init__(settings, context)
+        data, self.glue = context.data, TASKS[settings.task]
         self.metric = Metric(self.glue.metrics[0], percent=True)
-        self.num_labels = 1
-        context.need_kind(settings.name, "text")
-        if self.glue.classes is not None:
-            self.num_labels = context.need_classes(f"glue, {settings.task},")
-        elif data.train.labels is None or data.class_names is not None:
+        self.num_labels = 1 if self.glue.regression else self.count_classes()
+        if self.glue.regression and (data.train.labels is None or data.class_names is not None):
             raise RecipeError(f"{settings.task}: expected labels that are numbers; set data.label_kind: number")
         made = make_tokenizer(settings.tokenizer, data.train, f"{data.name}, training split", context.base)
         self.tokenizer = with_marks(made)
-        self.train, self.evaluation = (
-            Sentences(split, self.tokenizer, settings.length, f"{settings.task}, {name} split,")
-            for name, split in (("training", data.train), ("evaluation", data.evaluation))
-        )
+        self.set_splits(lambda split, name: Sentences(split, self.tokenizer, settings.length, f"{name} sentences"))
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, outputs, longest sequence and the padding token."""
@@ -158,22 +153,19 @@ class Glue(ClassificationTask):
             inputs["token_type_ids"] = batch["token_type_ids"]
         return logits_of(model(**inputs)).float()
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy, or squared error."""
-        return self._loss(self.logits(model, batch), batch["label"])
-
-    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        if self.glue.classes is None:
-            return mse_loss(outputs[:, 0], labels.to(outputs.dtype), reduction="sum")
-        return cross_entropy(outputs, labels, reduction="sum")
+        if self.glue.regression:
+            return mse_loss(logits[:, 0], labels.to(logits.dtype), reduction="sum")
+        return super().loss_of(logits, labels)
 
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         """Loss and count; label and prediction of each row."""
         outputs = self.logits(model, batch)
-        predictions = outputs[:, 0].double() if self.glue.classes is None else outputs.argmax(1)
+        predictions = outputs[:, 0].double() if self.glue.regression else outputs.argmax(1)
         columns = [column.tolist() for column in (batch["row"], batch["label"], predictions)]
         return {
-            "loss": self._loss(outputs, batch["label"]).double(),
+            "loss": self.loss_of(outputs, batch["label"]).double(),
             "count": torch.tensor(float(len(outputs)), dtype=torch.float64, device=outputs.device),
             "records": [(row, found) for row, *found in zip(*columns, strict=True)],
         }

@@ -177,56 +177,57 @@ def _posterize(image: Any, bits: int, **options: Any) -> Any:
 class ImageClassification(ClassificationTask):
     """Logits against a label."""
 
+    kinds = ("image",)
     auto_class = "AutoModelForImageClassification"
     inputs = "image"
 
     def __init__(self, settings: ImageClassificationSettings, context: TaskContext) -> None:
-        data = context.data
-        context.need_kind(settings.name, "image")
-        self.num_classes = context.need_classes(settings.name)
-        self.settings, self.context = settings, context
-        self.augmentation = context.augmentation
-        first = data.train[0]["image"]
+        super().__init__(settings, context)
+        self.num_classes = self.count_classes()
+        self.augmentation, train = context.augmentation, context.data.train
+        first = train[0]["image"]
         height, width = first.shape[-2:] if isinstance(first, Tensor) else reversed(first.size)
         if settings.image_size is None and height != width:
-            raise RecipeError(f"{data.name}: images are {height} x {width}; set task.image_size to the side wanted")
-        self.channels = _channels_of(data.train)
+            raise RecipeError(
+                f"{self.data.name}: images are {height} x {width}; set task.image_size to the side wanted"
+            )
         self.size = settings.image_size or width
-        made = self._in_memory() or self._pictures()
-        self.train, self.evaluation, self.test = made["training"], made["evaluation"], made.get("test")
+        # A few are looked at, since some of a set in colour may be grey.
+        few = range(0, len(train), max(1, len(train) // 16))
+        self.channels = 1 if all(_is_grey(train[index]["image"]) for index in few) else 3
         self.following = self.augmentation.repeats if self.augmentation.mixes else 0
-
-    def _in_memory(self) -> dict[str, Samples] | None:
-        """Samples of images that fit into memory; None if they do not, or are to be changed one by one."""
-        if self.augmentation.needs_pictures or self.settings.evaluation_crop != 1.0:
-            return None
-        loaded: dict[str, Any] = {}
-        for name, split in self.context.splits.items():
-            what = f"decoding {name} images"
-            images = as_tensor_images(split, size=self.size, channels=self.channels, what=what)
-            if images is None or images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
-                return None
-            loaded[name] = (images, split.labels)
-        scale, shift = normalisation_of(loaded["training"][0])
-        return {
-            name: ImagesInMemory(images, labels, scale, shift, self.augmentation, self.context.seed)
-            for name, (images, labels) in loaded.items()
-        }
-
-    def _pictures(self) -> dict[str, Samples]:
-        first = self.context.data.train[0]["image"]
+        if images := self._decode():
+            scale, shift = normalisation_of(images["training"])
+            self.set_splits(
+                lambda split, name: ImagesInMemory(
+                    images[name], split.labels, scale, shift, self.augmentation, self.seed
+                )
+            )
+            return
         if self.augmentation.crop_padding or (isinstance(first, Tensor) and first.is_floating_point()):
             raise RecipeError(
-                f"{self.context.data.name}: expected images to decode one by one, found normalised floats, or "
+                f"{self.data.name}: expected images to decode one by one, found normalised floats, or "
                 "augmentation.crop_padding, which works on images in memory. Other augmentations than it and flip, "
                 "task.image_size and task.evaluation_crop go with augmentation.resized_crop"
             )
-        made: dict[str, Samples] = {}
+        self.set_splits(self._pictures)
+
+    def _decode(self) -> dict[str, Tensor]:
+        """Images of each split; none if they do not fit into memory, or are to be changed one by one."""
+        images: dict[str, Tensor] = {}
+        if self.augmentation.needs_pictures or self.settings.evaluation_crop != 1.0:
+            return images
         for name, split in self.context.splits.items():
-            augmentation = self.augmentation if name == "training" else None
-            transform = picture_transform(self.size, self.channels, self.settings.evaluation_crop, augmentation)
-            made[name] = Pictures(split, transform, self.channels, self.context.seed)
-        return made
+            found = as_tensor_images(split, size=self.size, channels=self.channels, what=f"decoding {name} images")
+            if found is None or found.shape[-2:] != (self.size, self.size):  # tensors are not resized there
+                return {}
+            images[name] = found
+        return images
+
+    def _pictures(self, split: Dataset, name: str) -> Pictures:
+        augmentation = self.augmentation if name == "training" else None
+        transform = picture_transform(self.size, self.channels, self.settings.evaluation_crop, augmentation)
+        return Pictures(split, transform, self.channels, self.seed)
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Classes, channels and size."""
@@ -241,7 +242,7 @@ class ImageClassification(ClassificationTask):
         image, label, repeats = batch["image"], batch["label"], self.augmentation.repeats
         size = len(label) - repeats
         height, width = image.shape[-2:]
-        seeds = [derive(self.context.seed, "mixing", step, part * size + row) for row in range(size)]
+        seeds = [derive(self.seed, "mixing", step, part * size + row) for row in range(size)]
         weights, boxes = zip(*(draw_mixing(self.augmentation, (height, width), seed) for seed in seeds), strict=True)
         weight = torch.tensor(weights, dtype=torch.float32, device=image.device)[:, None]
         top, bottom, left, right = torch.tensor(boxes, device=image.device).view(-1, 4, 1, 1, 1).unbind(1)
@@ -277,14 +278,8 @@ def normalisation_of(images: Tensor) -> tuple[Tensor, Tensor]:
     return 1 / 255 / std, -mean.float() / std
 
 
-def _channels_of(split: Dataset) -> Literal[1, 3]:
-    """1 if the images are grey; a few are looked at, since some of a set in colour may be."""
-    for index in range(0, len(split), max(1, len(split) // 16)):
-        image = split[index]["image"]
-        one = image.shape[0] == 1 if isinstance(image, Tensor) else len(image.getbands()) == 1 and image.mode != "P"
-        if not one:
-            return 3
-    return 1
+def _is_grey(image: Any) -> bool:
+    return len(image) == 1 if isinstance(image, Tensor) else len(image.getbands()) == 1 and image.mode != "P"
 
 
 # Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) work sample by sample. The sample at position p of an update is

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from wellcond.attention.distributed import is_sharded
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.text import TokenStream, open_token_stream
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
@@ -59,24 +60,27 @@ class TokenStreamTask(ClassificationTask):
     """Labels are tokens of a text: all documents of a split are joined and cut into blocks."""
 
     metric = Metric("perplexity", higher_is_better=False)
+    kinds = ("text",)
     tokenizer: Tokenizer
 
-    def __init__(self, settings: Any, context: TaskContext, length: int) -> None:
-        data, self.length, self.seed = context.data, length, context.seed
-        context.need_kind(settings.name, "text")
-        what = f"{data.name}, training split"
-        self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
-        samples = {}
-        for name, split in context.splits.items():
-            what, limit = f"{data.name}, {name} split", settings.limit_tokens if name == "training" else None
-            stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
-            samples[name] = self.blocks(stream, training=name == "training")
-            if not len(samples[name]):
-                raise RecipeError(
-                    f"{what}: expected at least one block of {length} tokens and what is predicted from it, found "
-                    f"{len(stream)} tokens"
-                )
-        self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
+    def __init__(self, settings: Any, context: TaskContext) -> None:
+        super().__init__(settings, context)
+        self.length: int = settings.context if settings.name == "language_modelling" else settings.length
+        what = f"{self.data.name}, training split"
+        self.tokenizer = make_tokenizer(settings.tokenizer, self.data.train, what, context.base)
+        self.set_splits(self._cut)
+
+    def _cut(self, split: Dataset, name: str) -> Samples:
+        what, training = f"{self.data.name}, {name} split", name == "training"
+        limit = self.settings.limit_tokens if training else None
+        stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
+        samples = self.blocks(stream, training=training)
+        if not len(samples):
+            raise RecipeError(
+                f"{what}: expected at least one block of {self.length} tokens and what is predicted from it, found "
+                f"{len(stream)} tokens"
+            )
+        return samples
 
     @abstractmethod
     def blocks(self, stream: TokenStream, *, training: bool) -> Samples:
@@ -123,18 +127,14 @@ class LanguageModelling(TokenStreamTask):
 
     auto_class = "AutoModelForCausalLM"
 
-    def __init__(self, settings: LanguageModellingSettings, context: TaskContext) -> None:
-        super().__init__(settings, context, settings.context)
-
     def blocks(self, stream: TokenStream, *, training: bool) -> TokenBlocks:
         """Only in training a last block that is not full is left out."""
         return TokenBlocks(stream, self.length, rest=not training)
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, context, and the token that ends a document."""
-        end, size = self.tokenizer.document_end, self.tokenizer.vocabulary_size
-        ends = {"bos_token_id": end, "eos_token_id": end}
-        return {"vocab_size": size, "max_position_embeddings": self.length, **ends}
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), self.tokenizer.document_end)
+        return {"vocab_size": self.tokenizer.vocabulary_size, "max_position_embeddings": self.length, **ends}
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Of every token."""
@@ -169,14 +169,14 @@ class LanguageModelling(TokenStreamTask):
         tokens, end = self.probe(1)["input_ids"][0].tolist(), self.tokenizer.document_end
         opening = self.tokenizer.decode(list(itertools.takewhile(lambda token: token != end, tokens))[:PROMPT_TOKENS])
         opening = opening.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character, where tokens are bytes
-        return [self._sample(model, prompt) for prompt in (opening, "")]
-
-    def _sample(self, model: nn.Module, prompt: str) -> dict[str, str]:
-        try:
-            return {"prompt": prompt, "text": generate_text(model, self.tokenizer, prompt, context=self.length)}
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            # A model may take no sequences but whole blocks; the run is still valid.
-            return {"prompt": prompt, "problem": f"{type(error).__name__}: {error}"}
+        samples = [{"prompt": opening}, {"prompt": ""}]
+        for sample in samples:
+            try:
+                sample["text"] = generate_text(model, self.tokenizer, sample["prompt"], context=self.length)
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+                # A model may take no sequences but whole blocks; the run is still valid.
+                sample["problem"] = f"{type(error).__name__}: {error}"
+        return samples
 
 
 def perplexity(nats: float) -> float:

@@ -21,7 +21,7 @@ from wellcond.attention.distributed import unwrap
 from wellcond.lab.data.text import TokenStream
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import SequenceLength, Settings
-from wellcond.lab.tasks.base import EVALUATION, IGNORED, Batch, Keys, Samples, TaskContext, logits_of, register_task
+from wellcond.lab.tasks.base import EVALUATION, IGNORED, Batch, Keys, Samples, logits_of, register_task
 from wellcond.lab.tasks.language_modelling import TokenStreamTask, perplexity, tokens_at
 from wellcond.lab.tokenizers import TokenizerChoice
 
@@ -117,9 +117,6 @@ class MaskedLanguageModelling(TokenStreamTask):
     """Hidden tokens."""
 
     auto_class = "AutoModelForMaskedLM"
-
-    def __init__(self, settings: MaskedLanguageModellingSettings, context: TaskContext) -> None:
-        super().__init__(settings, context, settings.length)
 
     @property
     def vocabulary(self) -> int:

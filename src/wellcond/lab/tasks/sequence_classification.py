@@ -79,9 +79,8 @@ class SequenceClassification(ClassificationTask):
     auto_class: ClassVar[str | None] = "AutoModelForSequenceClassification"
 
     def __init__(self, settings: SequenceClassificationSettings, context: TaskContext) -> None:
-        self.settings, self.context = settings, context
-        self.num_classes = context.need_classes(settings.name)
-        context.need_kind(settings.name, *self.kinds)
+        super().__init__(settings, context)
+        self.num_classes = self.count_classes()
         self.inputs = [f"{prefix}{name}" for prefix in self.prefixes for name in ("input_ids", "attention_mask")]
         self.vocabulary, self.length = self._sizes()
         self.width = settings.pad_to or self.length
@@ -89,17 +88,15 @@ class SequenceClassification(ClassificationTask):
             raise RecipeError(
                 f"task.pad_to: expected at least the {self.length} tokens of {context.data.name}, found {self.width}"
             )
-        encode = {"text": self._texts, "tokens": self._tokens, "image": self._pixels}[context.data.kind]
-        samples = {}
-        for name, split in context.splits.items():
-            assert split.labels is not None  # there are classes
-            tokens = encode(split, f"{context.data.name}, {name} split")
-            samples[name] = Sequences(tokens, split.labels, self.width)
-        self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
+        self.set_splits(self._sequences)
+
+    def _sequences(self, split: Any, name: str) -> Sequences:
+        encode = {"text": self._texts, "tokens": self._tokens, "image": self._pixels}[self.data.kind]
+        return Sequences(encode(split, f"{self.data.name}, {name} split"), split.labels, self.width)
 
     def _sizes(self) -> tuple[int, int]:
         """Tokens that there are, and the most in a sequence."""
-        data, settings = self.context.data, self.settings
+        data, settings = self.data, self.settings
         if data.kind == "text":
             if settings.length is None:
                 raise RecipeError(f"{settings.name} of text: expected task.length, for instance 256")
@@ -149,7 +146,6 @@ class SequenceClassification(ClassificationTask):
 
     def _pixels(self, split: Dataset, what: str) -> dict[str, Tensor]:
         """Grey pixels 0 to 255 of every image, (n, height * width), row by row."""
-        # Colour becomes grey as by PIL's convert("L"); its bilinear filter averages when it shrinks.
         images = as_tensor_images(split, channels=1, size=self.settings.image_size, resampling="bilinear")
         if images is None or images.is_floating_point() or images[0].numel() != self.length:
             raise RecipeError(

@@ -104,7 +104,7 @@ def glue_recipe(record: dict[str, Any], tokenizer: Path, name: str, limit: int |
             # Every column is named, so that other data are an error.
             "input": task.columns[0] if len(task.columns) == 1 else list(task.columns),
             "label": "label",
-            "label_kind": "number" if task.classes is None else "class",
+            "label_kind": "number" if task.regression else "class",
         },
         "model": {
             "name": CLASSIFIERS.get(model["name"], model["name"]),

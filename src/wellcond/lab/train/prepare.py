@@ -77,7 +77,6 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
         with progress_to(progress):
             data = load_cached_data(parts[1], base)
             task = TASKS[name][1](recipe.task, TaskContext(data, seed, recipe.augmentation, base, with_test))
-        task.data = data
         _KEPT[key] = task
     return _KEPT[key]
 

@@ -50,10 +50,7 @@ EXPECTED = {
 
 
 def read_coco(path: Path, *, training: bool) -> dict[str, list[dict[str, Any]]]:
-    """Images, annotations and categories of a file of instances.
-
-    Raises: DataError for a file that is none, and for the first entry that is not as COCO describes it.
-    """
+    """Images, annotations and categories of a file; DataError for the first entry that is not as COCO describes it."""
     known: dict[str, dict[int, Any]] = {}
     part, where = "categories", "the file"
     try:
@@ -127,8 +124,9 @@ def why_left_out(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> str
 class CocoDataset:
     """Images with their objects; files are opened when asked for.
 
-    An example has `image` (PIL, RGB), `image_id`, `size` (height, width) and what `objects` gives; `ground_truth`
-    has all annotations.
+    An example has `image` (PIL, RGB), `image_id`, `size` (height, width) and of what there is to learn from in it
+    `boxes` float32 (n, 4) x0, y0, x1, y1 within the image (a pixel at column c covers c to c + 1), `labels` int64 (n,)
+    from 1 and `segmentations`; `ground_truth` has all annotations.
     """
 
     folder: Path
@@ -146,7 +144,7 @@ class CocoDataset:
 
     @property
     def ground_truth(self) -> dict[str, Any]:
-        """The annotations of these images as COCO's own content of a file, for evaluation."""
+        """The annotations of these images as content of a COCO file, for evaluation."""
         annotations = [dict(annotation) for group in self.annotations for annotation in group]
         return {"images": [*self.images], "annotations": annotations, "categories": [*self.categories]}
 
@@ -154,6 +152,8 @@ class CocoDataset:
         return len(self.images)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        from torchvision.ops import clip_boxes_to_image  # an extra, which other tasks do without
+
         image = self.images[index]
         where = str(self.folder / image["file_name"])
         picture: Any = to_channels(decode_image(self._encoded(index), where), 3, where)
@@ -165,22 +165,15 @@ class CocoDataset:
                 found=f"{picture.size[0]} x {picture.size[1]}",
                 todo="Restore the image that was annotated, or correct its size and annotations.",
             )
-        return {"image": picture, "image_id": image["id"], "size": size, **self.objects(index)}
-
-    def objects(self, index: int) -> dict[str, Any]:
-        """What there is to learn from in an image, in its pixels; a pixel at column c covers c to c + 1.
-
-        Returns: `boxes` float32 (n, 4) x0, y0, x1, y1 within the image, `labels` int64 (n,) from 1, `segmentations`.
-        """
-        from torchvision.ops import clip_boxes_to_image  # an extra, which other tasks do without
-
-        image = self.images[index]
         kept = [row for row in self.annotations[index] if not why_left_out(row, image)]
         boxes = torch.tensor([row["bbox"] for row in kept], dtype=torch.float64).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         numbers = {category: label for label, category in enumerate(self.category_ids, 1)}
         return {
-            "boxes": clip_boxes_to_image(boxes.float(), (image["height"], image["width"])),
+            "image": picture,
+            "image_id": image["id"],
+            "size": size,
+            "boxes": clip_boxes_to_image(boxes.float(), size),
             "labels": torch.tensor([numbers[row["category_id"]] for row in kept], dtype=torch.int64),
             "segmentations": [enclosing(row["segmentation"]) for row in kept],
         }

@@ -47,7 +47,7 @@ class DetectionAugmentation(Settings):
 
 
 def import_pycocotools() -> Any:
-    """The package, with its modules coco, cocoeval and mask, or a MissingExtraError."""
+    """The package with its modules coco, cocoeval and mask."""
     with needs_extra("pycocotools", "detection"):
         import pycocotools.coco
         import pycocotools.cocoeval
@@ -126,12 +126,8 @@ class View:
         return torch.cat([corners.amin(1), corners.amax(1)], 1).float()
 
     def mask(self, segmentation: Segmentation, size: tuple[int, int]) -> Tensor:
-        """The mask in the view, uint8 (height, width), of a segmentation in an image of this size.
-
-        Polygons are moved and then drawn, so that no mask is ever interpolated; of run lengths the nearest pixel is
-        taken.
-        """
-        if isinstance(segmentation, list):
+        """The mask in the view, uint8 (height, width), of a segmentation in an image of this size."""
+        if isinstance(segmentation, list):  # moved and then drawn, so that no mask is interpolated
             moved = [self.move(torch.tensor(polygon).reshape(-1, 2)).flatten().tolist() for polygon in segmentation]
             return to_mask(moved, *self.size)
         return self.look(import_pil().fromarray(to_mask(segmentation, *size).numpy()), "NEAREST")
@@ -140,13 +136,10 @@ class View:
 def prepare(
     example: dict[str, Any], settings: DetectionAugmentation, draw: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """A sample of an example of a `CocoDataset`.
+    """`image` float32 (3, h, w) in 0..1, `boxes` float32 (n, 4), `labels` int64 (n,) and `masks` uint8 (n, h, w).
 
     Objects of which the view leaves less than a pixel, or no pixel of the mask, are left out; the boxes of those that
-    a crop cuts are drawn anew around what is left of the mask. A sample may have none. Evaluation draws no random
-    numbers.
-
-    Returns: `image` float32 (3, h, w) in 0..1, `boxes` float32 (n, 4), `labels` int64 (n,), `masks` uint8 (n, h, w).
+    a crop cuts are drawn anew around what is left of the mask. Evaluation draws no random numbers.
     """
     from torchvision.ops import clip_boxes_to_image, remove_small_boxes  # an extra, which other tasks do without
 
@@ -172,14 +165,21 @@ def choose_view(size: tuple[int, int], settings: DetectionAugmentation, draw: to
     height, width = size
     part: tuple[float, float, float, float] = (0, 0, width, height)
     side, flipped = max(settings.sides), False
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    def happens(share: float) -> bool:
+        return bool(torch.rand((), generator=draw, dtype=torch.float64) < share)
+
     if draw is not None:
-        flipped = _chance(draw) < settings.flip
-        side = settings.sides[_integer(draw, 0, len(settings.sides) - 1)]
-        if settings.crop and _chance(draw) < CROP_SHARE:
-            first = fit(size, CROP_SIDES[_integer(draw, 0, len(CROP_SIDES) - 1)], settings.longest)
+        flipped = happens(settings.flip)
+        side = settings.sides[integer(0, len(settings.sides) - 1)]
+        if settings.crop and happens(CROP_SHARE):
+            first = fit(size, CROP_SIDES[integer(0, len(CROP_SIDES) - 1)], settings.longest)
             # As in the releases: height and width drawn one by one, then the place.
-            down, across = (_integer(draw, *(min(limit, most) for limit in CROP_RANGE)) for most in first)
-            top, left = _integer(draw, 0, first[0] - down), _integer(draw, 0, first[1] - across)
+            down, across = (integer(*(min(limit, most) for limit in CROP_RANGE)) for most in first)
+            top, left = integer(0, first[0] - down), integer(0, first[1] - across)
             # Both scalings and the crop between them are one: a part of the image, scaled once.
             rows, columns = height / first[0], width / first[1]
             right, bottom = min(width, (left + across) * columns), min(height, (top + down) * rows)
@@ -194,21 +194,9 @@ def fit(size: tuple[int, int], side: int, longest: int) -> tuple[int, int]:
     return height, width
 
 
-def _chance(draw: torch.Generator) -> float:
-    return float(torch.rand((), generator=draw, dtype=torch.float64))
-
-
-def _integer(draw: torch.Generator, low: int, high: int) -> int:
-    """From low to high, both among them."""
-    return int(torch.randint(low, high + 1, (), generator=draw))
-
-
 @dataclass
 class DetectionSamples(Samples):
-    """Images decoded, augmented and padded one batch at a time.
-
-    What happens to a sample depends on the seed, its number and its draw (see `SampleKey`) alone.
-    """
+    """Images decoded, augmented by seed, number and draw (see `SampleKey`) alone, and padded one batch at a time."""
 
     split: CocoDataset
     augmentation: DetectionAugmentation
@@ -219,17 +207,15 @@ class DetectionSamples(Samples):
         return len(self.split)
 
     def fetch(self, keys: Keys) -> Batch:
-        """Samples of different sizes as one batch.
+        """`images` (batch, 3, height, width), zero at the bottom and on the right where one is smaller.
 
-        Returns: `images` (batch, 3, height, width), zero at the bottom and on the right where an image is smaller;
-            `sizes` (batch, 2) before padding, `original_sizes`, `image_ids` and `positions` in the split; and of the
-            objects of all images one after the other `boxes` (n, 4), `labels` (n,), `masks` (n, height, width) and
-            `owners` (n,), the place in the batch of the image that each is in.
+        Their `sizes` (batch, 2) before padding, `original_sizes`, `image_ids` and `positions` in the split; and of the
+        objects of all images one after the other `boxes` (n, 4), `labels` (n,), `masks` (n, height, width) and
+        `owners` (n,), the place in the batch of the image that each is in.
         """
         examples = [self.split[index] for index, _ in keys]
         draws = [None if draw == EVALUATION else generator(self.seed, "augmentation", draw, row) for row, draw in keys]
-        pairs = zip(examples, draws, strict=True)
-        samples = [prepare(example, self.augmentation, draw) for example, draw in pairs]
+        samples = [prepare(example, self.augmentation, draw) for example, draw in zip(examples, draws, strict=True)]
         sizes = torch.tensor([tuple(sample["image"].shape[-2:]) for sample in samples])
         height, width = (-(-int(side) // MULTIPLE) * MULTIPLE for side in sizes.amax(0))
 
