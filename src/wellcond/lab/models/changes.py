@@ -22,8 +22,6 @@ from wellcond.errors import WellcondError
 from wellcond.init.tokens import find_embeddings, find_positions
 from wellcond.lab.settings import RecipeError, Settings
 
-# Norms
-
 Norms = Literal["keep", "without_block_norms", "without_attention_norm"]
 
 # By name: libraries have classes of their own. Batch norms are none of them: they do not normalise tokens.
@@ -89,9 +87,6 @@ def _called(modules: dict[str, nn.Module], run: Callable[[], object]) -> list[st
     return order
 
 
-# QK-norm
-
-
 def add_qk_norm_(model: nn.Module, run: Callable[[], object]) -> None:
     """Normalise queries and keys of every attention, in place, without a learned gain; `run` runs it on a sample."""
     try:
@@ -106,9 +101,6 @@ def add_qk_norm_(model: nn.Module, run: Callable[[], object]) -> None:
             f"model.qk_norm: {min(unused).split()[0]} of {type(model).__name__} reads the weights of its projections "
             "without calling them, so its queries and keys cannot be normalised; set model.qk_norm: false"
         )
-
-
-# LayerScale
 
 
 def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) -> None:
@@ -149,10 +141,6 @@ def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) 
 
 LIBRARY_STD = 0.02
 """Of timm and of our own architectures; configurations of Hugging Face name theirs."""
-ERRORS = 6.0
-"""A measured deviation agrees with a rule within so many of its standard errors."""
-OUTLIER = 12
-"""Times the median of the sizes, eight standard deviations: what is larger is no part of a deviation."""
 
 
 class ProxySettings(Settings):
@@ -186,11 +174,11 @@ def scale_true_(model: nn.Module, width: int) -> dict[str, float]:
 def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
     """Whether a weight was drawn with the library's one deviation, not by fan; RecipeError if that cannot be told."""
     sizes = weight.parameter.detach().double().abs()
-    # timm's truncated normal draws a -2 now and then, a hundred deviations (the inverse error function of -1).
-    std = float(sizes[sizes <= OUTLIER * sizes.median()].square().mean().sqrt())
+    # timm's truncated normal draws a -2 now and then, a hundred deviations; twelve times the median are eight of them.
+    std = float(sizes[sizes <= 12 * sizes.median()].square().mean().sqrt())
     if std == 0.0:
         return False
-    tolerance = ERRORS / math.sqrt(2 * weight.parameter.numel())
+    tolerance = 6 / math.sqrt(2 * weight.parameter.numel())  # six standard errors
     fan_in, fan_out = weight.fan_in, weight.fan_out
     by_fan = [
         *(math.sqrt(gain / fan) for gain, fan in itertools.product((1 / 3, 1.0, 2.0), (fan_in, fan_out))),
@@ -232,11 +220,9 @@ def scale_tokens_(model: nn.Module, factors: dict[str, float]) -> list[str]:
     scaled where their size is decided: weight and bias of the projection, or of the norm that comes after it.
     """
     plan = {kind: dict(find(model)) for kind, find in TOKENS.items() if kind in factors}
-    for kind, found in plan.items():
-        if not found:
-            raise RecipeError(
-                f"tokens: expected learned {kind} in {type(model).__name__}, found none; leave {kind} out"
-            )
+    if missing := [kind for kind, found in plan.items() if not found]:
+        where, what = type(model).__name__, missing[0]
+        raise RecipeError(f"tokens: expected learned {what} in {where}, found none; leave {what} out")
     for kind, found in plan.items():
         for parameter in found.values():
             parameter.mul_(factors[kind])

@@ -158,10 +158,9 @@ class CrammedEncoder(nn.Module):
 class CrammedBertForMaskedLM(nn.Module):
     """Logits of the tokens at given positions."""
 
-    options_class = CrammedBertOptions
-
     def __init__(self, options: CrammedBertOptions) -> None:
         super().__init__()
+        self.options = options
         self.encoder = CrammedEncoder(options)
         self.apply(_initialise)
 
@@ -175,13 +174,12 @@ class CrammedBertForMaskedLM(nn.Module):
         return linear(tokens, self.encoder.embedding.word_embedding.weight)
 
 
-class CrammedBertForSequenceClassification(nn.Module):
+class CrammedBertClassifier(nn.Module):
     """Logits of sequences, from their first token; weights of pre-training have the same names under `encoder`."""
-
-    options_class = CrammedBertClassifierOptions
 
     def __init__(self, options: CrammedBertClassifierOptions) -> None:
         super().__init__()
+        self.options = options
         self.encoder = CrammedEncoder(options)
         self.pooler = nn.ModuleDict({"dense": nn.Linear(options.width, POOLER_WIDTH)})
         self.dropout = nn.Dropout(options.dropout)

@@ -144,8 +144,6 @@ class LongRangeBlock(nn.Module):
 class LongRangeClassifier(nn.Module):
     """Logits of sequences, or of pairs of sequences."""
 
-    options_class = LongRangeOptions
-
     def __init__(self, options: LongRangeOptions) -> None:
         super().__init__()
         self.options = options

@@ -29,8 +29,6 @@ STRIDES = (4, 8, 16, 32)
 """The sides of a padded image are multiples of the last."""
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 """Of torchvision."""
-ANY_SIZE = {"strict_img_size": False, "always_partition": True}
-"""Swin then pads its windows, and does not shrink them for small maps."""
 Target = dict[str, Tensor]
 
 
@@ -111,9 +109,10 @@ class TimmPyramid(nn.Module):
     def __init__(self, options: MaskRcnnOptions) -> None:
         super().__init__()
         name = options.backbone
-        of_family = ANY_SIZE if name.startswith("swin") else {}
-        arguments = options.backbone_arguments | {"drop_path_rate": options.drop_path}
-        self.body = build_model(f"timm:{name}", of_family | arguments)
+        # Swin then pads its windows, and does not shrink them for small maps.
+        any_size = {"strict_img_size": False, "always_partition": True} if name.startswith("swin") else {}
+        arguments = any_size | options.backbone_arguments | {"drop_path_rate": options.drop_path}
+        self.body = build_model(f"timm:{name}", arguments)
         if type(self.body).__name__ not in ("Xcit", "SwinTransformer"):
             raise ValueError(f"backbone: expected an XCiT or Swin of timm, found {name} ({type(self.body).__name__})")
         info = [dict(entry) for entry in self.body.feature_info]
@@ -152,7 +151,6 @@ class TimmPyramid(nn.Module):
 class Detector(MaskRCNN):
     """Mask R-CNN. Attention is found, initialised, conditioned and folded in it as in any model."""
 
-    options_class = MaskRcnnOptions
     encoder_prefix = "backbone.body."
     """Where the weights of a pre-trained classifier belong."""
     encoder_left_out = ("cls_token", "cls_attn_blocks.", "norm.", "head.")
@@ -181,6 +179,7 @@ class Detector(MaskRCNN):
             mask_head=MaskRCNNHeads(width, options.mask_head, 1),
             mask_predictor=MaskRCNNPredictor(options.mask_head[-1], options.mask_head[-1], classes),
         )
+        self.options = options
         # Half precision does not hold coordinates: 1,333 pixels are 8 apart in bf16.
         for part in (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor):
             part.register_forward_hook(lambda _, inputs, output: tree_map(Tensor.float, output))
@@ -193,11 +192,10 @@ class Detector(MaskRCNN):
         original_sizes: Tensor | None = None,
         seeds: Sequence[int] | None = None,
     ) -> Any:
-        """Losses by name, means over the batch, in training; otherwise detections of every image.
+        """Losses by name, means over the batch, in training.
 
-        In evaluation every image is computed by itself, without the padding that other images of its batch ask for,
-        so that what is found, `boxes`, `labels`, `scores` and `masks` (n, 1, height, width), and with targets the
-        losses of each image, which come second, do not depend on the batch it is in.
+        Otherwise `boxes`, `labels`, `scores` and `masks` (n, 1, height, width) of each image, with targets also its
+        losses; every image is computed by itself, without the padding that others of its batch ask for.
 
         Args:
             images: (batch, 3, height, width) in 0..1, padded at the bottom and on the right to multiples of 32.

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -23,8 +22,8 @@ from wellcond.lab.tokenizers import Tokenizer
 
 Batch = dict[str, Tensor]
 SampleKey = tuple[int, int]
-"""Number of a sample, and the draw of random numbers that fixes its augmentation: the epoch or, where an epoch shows a
-sample `repeats` times, epoch * repeats + repeat; -1 is evaluation."""
+"""Number of a sample, and the draw of random numbers that fixes its augmentation: EVALUATION, the epoch or, where an
+epoch shows a sample `repeats` times, epoch * repeats + repeat."""
 Keys = Sequence[SampleKey]
 EVALUATION = -1
 IGNORED = -100
@@ -85,16 +84,6 @@ class AugmentationSettings(Settings):
     """Repeated augmentation (DeiT): an epoch takes this many times fewer samples, and each that many times in a row,
     augmented differently."""
 
-    @property
-    def needs_pictures(self) -> bool:
-        """Whether samples must be augmented one by one, as PIL images."""
-        return bool(self.resized_crop or self.rand_augment or self.color_jitter or self.random_erasing)
-
-    @property
-    def mixes(self) -> bool:
-        """Whether samples of a batch are mixed."""
-        return self.mixup > 0 or self.cutmix > 0
-
 
 @dataclass(frozen=True)
 class TaskContext:
@@ -136,13 +125,13 @@ class AbstractTask(ABC):
     """Samples that no choice is made on; None if the data have no labelled split named test."""
     following: int = 0
     """How many samples `training_batch` needs that follow those of a part in the update, cyclically."""
-    further: Mapping[str, Samples] = MappingProxyType({})
-    """Other sets to score at every evaluation, their values under names that begin with these."""
     tokenizer: Tokenizer | None = None
     """Of tasks that read text as tokens by `task.tokenizer`."""
 
     def __init__(self, settings: Any, context: TaskContext) -> None:
         self.settings, self.context, self.data, self.seed = settings, context, context.data, context.seed
+        self.further: dict[str, Samples] = {}
+        """Other sets to score at every evaluation, their values under names that begin with these."""
         if self.data.kind not in self.kinds:
             raise RecipeError(
                 f"{settings.name} needs {' or '.join(self.kinds)} data; {self.data.name} has {self.data.kind}"
@@ -190,10 +179,7 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
-        """Values of an evaluation, `loss` and the metric among them, from the sums over the first samples of a set.
-
-        `records` has what `score` gave of each sample, in their order.
-        """
+        """`loss`, the metric and more, from the sums, and the `records` in order, over the first samples of a set."""
 
     def probe(self, num_samples: int) -> Any:
         """The first samples of the evaluation set, all if there are fewer, as the model's input, for `measure`."""
@@ -205,17 +191,11 @@ class AbstractTask(ABC):
         return batch[self.inputs] if isinstance(self.inputs, str) else {name: batch[name] for name in self.inputs}
 
     def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
-        """Augmentation across samples, by default none, of one part of a step and the `following` samples after it.
-
-        Parts are numbered over all processes and accumulations.
-        """
+        """Augmentation across samples, by default none: of a part (of all processes) of a step and `following` ones."""
         return batch
 
     def write_samples(self, model: nn.Module) -> list[dict[str, Any]]:
-        """What a trained model makes of samples, for the record; nothing by default.
-
-        Text has `prompt` and `text`, or `problem`; images have `image_id`, `truth` and `predictions`.
-        """
+        """What a trained model makes of samples, for the record; nothing by default."""
         return []
 
 

@@ -94,7 +94,7 @@ class Sentences(Samples):
         inner.post_processor = library.processors.BertProcessing(*marks)
         inner.enable_truncation(length, strategy="longest_first")
         self._tokens: list[Tensor] = []
-        seconds: list[int] = []
+        seconds = []
         for columns in text_columns(split):
             for encoding in inner.encode_batch(columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))):
                 self._tokens.append(torch.tensor(encoding.ids, dtype=torch.int32))
@@ -133,8 +133,8 @@ class Glue(ClassificationTask):
         self.num_labels = 1 if self.glue.regression else self.count_classes()
         if self.glue.regression and (data.train.labels is None or data.class_names is not None):
             raise RecipeError(f"{settings.task}: expected labels that are numbers; set data.label_kind: number")
-        made = make_tokenizer(settings.tokenizer, data.train, f"{data.name}, training split", context.base)
-        self.tokenizer = with_marks(made)
+        what = f"{data.name}, training split"
+        self.tokenizer = with_marks(make_tokenizer(settings.tokenizer, data.train, what, context.base))
         self.set_splits(lambda split, name: Sentences(split, self.tokenizer, settings.length, f"{name} sentences"))
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
@@ -164,11 +164,9 @@ class Glue(ClassificationTask):
         outputs = self.logits(model, batch)
         predictions = outputs[:, 0].double() if self.glue.regression else outputs.argmax(1)
         columns = [column.tolist() for column in (batch["row"], batch["label"], predictions)]
-        return {
-            "loss": self.loss_of(outputs, batch["label"]).double(),
-            "count": torch.tensor(float(len(outputs)), dtype=torch.float64, device=outputs.device),
-            "records": [(row, found) for row, *found in zip(*columns, strict=True)],
-        }
+        records = [(row, found) for row, *found in zip(*columns, strict=True)]
+        count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=outputs.device)
+        return {"loss": self.loss_of(outputs, batch["label"]).double(), "count": count, "records": records}
 
     def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
         """Mean loss; the task's metric, then the others; `constant` is 1 if all predictions are equal, else 0."""
@@ -180,8 +178,7 @@ class Glue(ClassificationTask):
 def score(metric: str, labels: ArrayLike, predictions: ArrayLike) -> float:
     """Accuracy, Matthews correlation, F1 of class 1 of two, or Pearson or Spearman correlation.
 
-    A metric that is not defined is 0, as is customary for Matthews and F1: predictions that are all equal tell nothing
-    about the labels. So correlations are 0 where scipy gives NaN, which no mean survives.
+    What is not defined is 0, as is customary for Matthews and F1: scipy would give NaN, which no mean survives.
 
     Example:
         >>> score("f1", [0, 1, 1], [0, 1, 1]), score("matthews", [0, 1], [1, 1]), score("pearson", [2, 4], [1, 1])

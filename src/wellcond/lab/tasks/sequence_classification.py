@@ -28,15 +28,13 @@ class SequenceClassificationSettings(Settings):
 
     name: Literal["sequence_classification", "pair_classification"] = "sequence_classification"
     length: SequenceLength | None = None
-    """Longer texts are cut to it, longer sequences of tokens are an error: an expression cut in two has another value.
-    Needed for text, the length of the data for tokens; images have `image_size`."""
+    """Needed for text, which is cut to it; of tokens that of the data by default, and more are an error."""
     pad_to: SequenceLength | None = None
     """Sequences are padded to it; to `length` by default."""
     image_size: ImageSide | None = None
     """Side in pixels that images are resized to; their own by default."""
     black: Literal["masked", "visible"] = "masked"
-    """Whether pixels of value 0 are masked like padding, as in the release of the Long Range Arena. Visible pixels
-    have a token more."""
+    """Whether pixels of value 0 are masked like padding, as in the release of the Long Range Arena."""
 
 
 class PairClassificationSettings(SequenceClassificationSettings):
@@ -73,10 +71,10 @@ class Sequences(Samples):
 class SequenceClassification(ClassificationTask):
     """Logits of a sequence against its label."""
 
-    prefixes: ClassVar[tuple[str, ...]] = ("",)
-    """Of the sequences of a sample, in the names of a batch."""
     kinds: ClassVar[tuple[str, ...]] = ("text", "tokens", "image")
     auto_class: ClassVar[str | None] = "AutoModelForSequenceClassification"
+    prefixes: ClassVar[tuple[str, ...]] = ("",)
+    """Of the sequences of a sample, in the names of a batch."""
 
     def __init__(self, settings: SequenceClassificationSettings, context: TaskContext) -> None:
         super().__init__(settings, context)
@@ -141,8 +139,7 @@ class SequenceClassification(ClassificationTask):
                     f"(task.length) from 0 to {largest}, and then only -1, as padding; found {int((found >= 0).sum())} "
                     f"from {int(found.min())} to {int(found.max())}"
                 )
-        small = self.vocabulary < 2**15
-        return {"": tokens[:, : self.length].to(torch.int16 if small else torch.int64) + 1}
+        return {"": tokens[:, : self.length].to(torch.int16 if self.vocabulary < 2**15 else torch.int64) + 1}
 
     def _pixels(self, split: Dataset, what: str) -> dict[str, Tensor]:
         """Grey pixels 0 to 255 of every image, (n, height * width), row by row."""

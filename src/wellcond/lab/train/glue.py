@@ -15,7 +15,7 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.glue import HUB_ID, NAMES, TASKS, with_marks
-from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
+from wellcond.lab.tasks.language_modelling import MaskedLanguageModellingSettings
 from wellcond.lab.tokenizers import TrainedTokenizer, make_tokenizer, read_tokenizer
 from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.compare import JobObserver, Outcome, run_comparison

@@ -74,9 +74,7 @@ class Detection(AbstractTask):
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Classes."""
         if kind != "wellcond":
-            raise RecipeError(
-                f"model.name: detection needs wellcond:mask_rcnn, on a backbone of timm; found a {kind} model"
-            )
+            raise RecipeError(f"model.name: detection needs wellcond:mask_rcnn, found a {kind} model")
         return {"num_classes": self.num_classes}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -153,9 +151,6 @@ class Detection(AbstractTask):
             "truth": [shown(row) for row in split.annotations[index] if not row["iscrowd"]],
             "predictions": [shown(row) | {"score": round(row["score"], 4)} for row in best],
         }
-
-
-# COCO's official evaluation, by pycocotools
 
 
 def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequence[int]) -> list[dict[str, Any]]:

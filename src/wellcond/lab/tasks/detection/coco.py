@@ -23,8 +23,6 @@ from wellcond.run_lengths import read_counts
 
 SMALLEST_SIDE = 1.0
 """Of a box that is trained on, in pixels."""
-POLYGON_NUMBERS = 6
-"""Of a triangle: fewer enclose nothing, and pycocotools refuses them or takes them for something else."""
 Segmentation = list[list[float]] | dict[str, Any]
 """Polygons [x0, y0, x1, y1, ...], or run lengths: `size`, and `counts` of equal pixels, column by column, background
 first, as a list or as COCO's text."""
@@ -47,34 +45,6 @@ EXPECTED = {
     "annotations": "id, image_id and category_id of the file, iscrowd, area, bbox [x, y, width, height], and as "
     "segmentation polygons [[x, y, x, y, ...], ...] of three points or more, or run lengths that fill the image",
 }
-
-
-def read_coco(path: Path, *, training: bool) -> dict[str, list[dict[str, Any]]]:
-    """Images, annotations and categories of a file; DataError for the first entry that is not as COCO describes it."""
-    known: dict[str, dict[int, Any]] = {}
-    part, where = "categories", "the file"
-    try:
-        content = json.loads(path.read_bytes())
-        for part in EXPECTED:
-            known[part], where = {}, part
-            for row, entry in enumerate(content[part]):
-                where = f"{part}, entry {row} (the first is 0)"
-                field = _wrong_field(part, entry, known, training=training)
-                if not isinstance(entry["id"], int) or entry["id"] in known[part]:
-                    field = "id"
-                if field:
-                    raise ValueError(f"{field} {reprlib.repr(entry[field])}")
-                known[part][entry["id"]] = entry
-            if not known[part] and part != "annotations":
-                raise ValueError("no entries")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(
-            f"{path}: these are no COCO instances.",
-            expected=EXPECTED[part],
-            found=f"{where}: {error}" if isinstance(error, ValueError) else f"{where}: {error!r}",
-            todo="Correct or remove the entry, or give a file such as instances_train2017.json.",
-        ) from error
-    return {part: list(entries.values()) for part, entries in known.items()}
 
 
 def _wrong_field(part: str, entry: Any, known: Mapping[str, Mapping[int, Any]], *, training: bool) -> str:
@@ -105,8 +75,8 @@ def _wrong_field(part: str, entry: Any, known: Mapping[str, Mapping[int, Any]], 
 
 
 def enclosing(mask: Any) -> Any:
-    """A mask without polygons of fewer than three points."""
-    return [polygon for polygon in mask if len(polygon) >= POLYGON_NUMBERS] if isinstance(mask, list) else mask
+    """A mask without polygons of fewer than three points, which pycocotools refuses or takes for something else."""
+    return [polygon for polygon in mask if len(polygon) >= 6] if isinstance(mask, list) else mask
 
 
 def why_left_out(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> str:
@@ -219,13 +189,36 @@ def load(config: CocoConfig, base: Path) -> Data:
 
 
 def _open(root: Path, name: str) -> CocoDataset:
+    """A split; DataError for the first entry that is not as COCO describes it."""
     folder = require(root / f"{name}2017", "folder")
     path = require(root / "annotations" / f"instances_{name}2017.json")
-    content = read_coco(path, training=name == "train")
-    for image in content["images"]:
-        require(folder / image["file_name"])
-    grouped: dict[int, list[Any]] = {image["id"]: [] for image in content["images"]}
-    for annotation in content["annotations"]:
+    known: dict[str, dict[int, Any]] = {}
+    part, where = "categories", "the file"
+    try:
+        content = json.loads(path.read_bytes())
+        for part in EXPECTED:
+            known[part], where = {}, part
+            for row, entry in enumerate(content[part]):
+                where = f"{part}, entry {row} (the first is 0)"
+                field = _wrong_field(part, entry, known, training=name == "train")
+                if not isinstance(entry["id"], int) or entry["id"] in known[part]:
+                    field = "id"
+                if field:
+                    raise ValueError(f"{field} {reprlib.repr(entry[field])}")
+                known[part][entry["id"]] = entry
+            if not known[part] and part != "annotations":
+                raise ValueError("no entries")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(
+            f"{path}: these are no COCO instances.",
+            expected=EXPECTED[part],
+            found=f"{where}: {error}" if isinstance(error, ValueError) else f"{where}: {error!r}",
+            todo="Correct or remove the entry, or give a file such as instances_train2017.json.",
+        ) from error
+    images, annotations, categories = known["images"], known["annotations"], known["categories"]
+    grouped: dict[int, list[Any]] = {image: [] for image in images}
+    for annotation in annotations.values():
         grouped[annotation["image_id"]].append(annotation)
-    categories = sorted(content["categories"], key=lambda category: category["id"])
-    return CocoDataset(folder, content["images"], list(grouped.values()), categories)
+    for image in images.values():
+        require(folder / image["file_name"])
+    return CocoDataset(folder, [*images.values()], [*grouped.values()], [categories[id] for id in sorted(categories)])

@@ -43,9 +43,6 @@ class DetectionAugmentation(Settings):
     """Whether a part of every other image is cut out before the scaling: scaled, cropped, scaled again."""
 
 
-# Masks, by pycocotools
-
-
 def import_pycocotools() -> Any:
     """The package with its modules coco, cocoeval and mask."""
     with needs_extra("pycocotools", "detection"):
@@ -78,7 +75,6 @@ def from_mask(mask: Tensor) -> dict[str, Any]:
 
 
 def _as_text(lengths: dict[str, Any]) -> dict[str, Any]:
-    """Run lengths of pycocotools as JSON can hold them."""
     return {"size": [int(side) for side in lengths["size"]], "counts": lengths["counts"].decode("ascii")}
 
 
@@ -87,9 +83,6 @@ def boxes_of_masks(masks: Tensor) -> Tensor:
     from torchvision.ops import masks_to_boxes  # an extra, which other tasks do without
 
     return masks_to_boxes(masks) + torch.tensor([0.0, 0.0, 1.0, 1.0])  # which counts the last pixel, not its end
-
-
-# Views
 
 
 @dataclass(frozen=True)
