@@ -132,8 +132,7 @@ def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) 
         module.register_forward_hook(lambda module, _, output: output * module.layer_scale)
 
 
-# Scale-true proxies: the start of a small model at the scale of the large one that it stands in for.
-#
+# Scale-true proxies start a small model at the scale of the large one that it stands in for.
 # What a layer-normed token sees of a weight is sigma sqrt(fan_in). Libraries that draw with one deviation whatever the
 # width (timm 0.02, initializer_range of Hugging Face) start a model of width 64 at 0.16 where their model of width 768
 # has 0.55; those that draw by fan (Xavier, Kaiming, torch.nn) give every width the same. Which rule a weight was drawn
@@ -198,7 +197,6 @@ def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
 
 
 # Scales of what the first block receives: tokens(embeddings=3.46, positions=25). See `wellcond.init.tokens`.
-
 TOKENS = {"embeddings": find_embeddings, "positions": find_positions}
 
 

@@ -27,9 +27,7 @@ from wellcond.models import build_model
 
 STRIDES = (4, 8, 16, 32)
 """The sides of a padded image are multiples of the last."""
-ASPECT_RATIOS = (0.5, 1.0, 2.0)
-"""Of torchvision."""
-Target = dict[str, Tensor]
+ASPECT_RATIOS = (0.5, 1.0, 2.0)  # of torchvision
 
 
 class MaskRcnnOptions(Settings):
@@ -115,8 +113,7 @@ class TimmPyramid(nn.Module):
         self.body = build_model(f"timm:{name}", arguments)
         if type(self.body).__name__ not in ("Xcit", "SwinTransformer"):
             raise ValueError(f"backbone: expected an XCiT or Swin of timm, found {name} ({type(self.body).__name__})")
-        info = [dict(entry) for entry in self.body.feature_info]
-        depth = len(info)
+        info, depth = self.body.feature_info, len(self.body.feature_info)
         # The ends of four stages or, as in the XCiT release, blocks 3, 5, 7, 11 of a column of 12.
         column = enumerate((depth // 3, depth // 2, 2 * depth // 3, depth)) if name.startswith("xcit") else ()
         self.taps = tuple(max(place, end - 1) for place, end in column) or tuple(range(depth))
@@ -188,7 +185,7 @@ class Detector(MaskRCNN):
         self,
         images: Tensor,
         sizes: Tensor | None = None,
-        targets: Sequence[Target] | None = None,
+        targets: Sequence[dict[str, Tensor]] | None = None,
         original_sizes: Tensor | None = None,
         seeds: Sequence[int] | None = None,
     ) -> Any:
@@ -228,7 +225,7 @@ class Detector(MaskRCNN):
             image[:, :, width:] = 0
         return ImageList(normalised, shapes), self.backbone(normalised)
 
-    def _losses(self, images: ImageList, features: Any, targets: list[Target]) -> dict[str, Tensor]:
+    def _losses(self, images: ImageList, features: Any, targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         proposals, of_proposals = self.rpn(images, features, targets)
         _, of_regions = self.roi_heads(features, proposals, images.image_sizes, targets)
         return of_proposals | of_regions

@@ -1,7 +1,4 @@
-"""Trained models that others start from: the teacher of weight selection, and a classifier as a detector's backbone.
-
-Both are a finished run or a file of weights; no code of either is ever run.
-"""
+"""Trained models that others start from, teachers of weight selection and encoders; no code of theirs is ever run."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -35,31 +34,22 @@ MULTIPLE = 8
 HUB_ID = "nyu-mll/glue"
 
 
-@dataclass(frozen=True)
-class GlueTask:
-    """One task, named as its configuration on the hub."""
-
-    columns: tuple[str, ...]
-    """One sentence, or two."""
-    metrics: tuple[str, ...] = ("accuracy",)
-    """The first is what its column of the table shows."""
-    regression: bool = False
-    """Whether the label is a number, not a class."""
-
-
-_PAIR = ("sentence1", "sentence2")
-TASKS = {
-    "mnli": GlueTask(("premise", "hypothesis")),
-    "sst2": GlueTask(("sentence",)),
-    "stsb": GlueTask(_PAIR, ("pearson", "spearman"), regression=True),
-    "rte": GlueTask(_PAIR),
-    "qnli": GlueTask(("question", "sentence")),
-    "qqp": GlueTask(("question1", "question2"), ("f1", "accuracy")),
-    "mrpc": GlueTask(_PAIR, ("f1", "accuracy")),
-    "cola": GlueTask(("sentence",), ("matthews", "accuracy")),
+COLUMNS = {
+    "mnli": ("premise", "hypothesis"),
+    "sst2": ("sentence",),
+    "stsb": ("sentence1", "sentence2"),
+    "rte": ("sentence1", "sentence2"),
+    "qnli": ("question", "sentence"),
+    "qqp": ("question1", "question2"),
+    "mrpc": ("sentence1", "sentence2"),
+    "cola": ("sentence",),
 }
-"""Those that the papers report, in the order of their tables."""
-NAMES = tuple(TASKS)
+"""Of the tasks that the papers report, by their names on the hub, in the order of the tables."""
+NAMES = tuple(COLUMNS)
+REGRESSION = "stsb"
+"""The task whose label is a number."""
+METRICS = {REGRESSION: ["pearson", "spearman"], "qqp": ["f1"], "mrpc": ["f1"], "cola": ["matthews"]}
+"""Of a task, followed by accuracy but for the regression; a table shows the first."""
 
 
 class GlueSettings(Settings):
@@ -128,10 +118,11 @@ class Glue(ClassificationTask):
 
     def __init__(self, settings: GlueSettings, context: TaskContext) -> None:
         super().__init__(settings, context)
-        data, self.glue = context.data, TASKS[settings.task]
-        self.metric = Metric(self.glue.metrics[0], percent=True)
-        self.num_labels = 1 if self.glue.regression else self.count_classes()
-        if self.glue.regression and (data.train.labels is None or data.class_names is not None):
+        data, self.regression = context.data, settings.task == REGRESSION
+        self.names = METRICS.get(settings.task, []) + ([] if self.regression else ["accuracy"])
+        self.metric = Metric(self.names[0], percent=True)
+        self.num_labels = 1 if self.regression else self.count_classes()
+        if self.regression and (data.train.labels is None or data.class_names is not None):
             raise RecipeError(f"{settings.task}: expected labels that are numbers; set data.label_kind: number")
         what = f"{data.name}, training split"
         self.tokenizer = with_marks(make_tokenizer(settings.tokenizer, data.train, what, context.base))
@@ -155,14 +146,14 @@ class Glue(ClassificationTask):
 
     def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy, or squared error."""
-        if self.glue.regression:
+        if self.regression:
             return mse_loss(logits[:, 0], labels.to(logits.dtype), reduction="sum")
         return super().loss_of(logits, labels)
 
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         """Loss and count; label and prediction of each row."""
         outputs = self.logits(model, batch)
-        predictions = outputs[:, 0].double() if self.glue.regression else outputs.argmax(1)
+        predictions = outputs[:, 0].double() if self.regression else outputs.argmax(1)
         columns = [column.tolist() for column in (batch["row"], batch["label"], predictions)]
         records = [(row, found) for row, *found in zip(*columns, strict=True)]
         count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=outputs.device)
@@ -171,7 +162,7 @@ class Glue(ClassificationTask):
     def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
         """Mean loss; the task's metric, then the others; `constant` is 1 if all predictions are equal, else 0."""
         labels, predictions = zip(*sums["records"], strict=True)
-        scores = {name: score(name, labels, predictions) for name in self.glue.metrics}
+        scores = {name: score(name, labels, predictions) for name in self.names}
         return {"loss": sums["loss"] / sums["count"], **scores, "constant": float(len(set(predictions)) == 1)}
 
 

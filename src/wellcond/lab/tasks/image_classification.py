@@ -76,8 +76,7 @@ class ImagesInMemory(Samples):
         for draw in sorted(set(draws.tolist())):
             chosen = draws == draw
             flips[chosen], offsets[chosen] = (of_all[rows[chosen]] for of_all in self._draw(draw))
-        if self.augmentation.flip:
-            images = torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
+        images = torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
         padding = self.augmentation.crop_padding
         if not padding:
             return images

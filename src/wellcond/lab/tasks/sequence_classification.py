@@ -18,8 +18,6 @@ from wellcond.lab.tasks.base import Batch, ClassificationTask, Keys, Samples, Ta
 
 PADDING = 0
 """Models neither attend to it nor embed it; every other token is shifted by one to make room for it."""
-BYTES, LEVELS = 257, 256
-"""Vocabularies of text and of grey pixels."""
 ROWS_AT_ONCE = 4096
 
 
@@ -98,13 +96,13 @@ class SequenceClassification(ClassificationTask):
         if data.kind == "text":
             if settings.length is None:
                 raise RecipeError(f"{settings.name} of text: expected task.length, for instance 256")
-            return BYTES, settings.length
+            return 1 + 256, settings.length
         if data.kind == "tokens":
             longest = max(len(split[0]["tokens"]) for split in self.context.splits.values())
             return 1 + (data.vocabulary_size or 0), settings.length or longest
         first = data.train[0]["image"]
         height, width = first.shape[-2:] if isinstance(first, Tensor) else first.size
-        return LEVELS + (settings.black == "visible"), (settings.image_size or height) * (settings.image_size or width)
+        return 256 + (settings.black == "visible"), (settings.image_size or height) * (settings.image_size or width)
 
     def _texts(self, split: Dataset, what: str) -> dict[str, Tensor]:
         """Bytes in UTF-8, half a surrogate pair as its three bytes."""

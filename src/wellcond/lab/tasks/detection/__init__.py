@@ -29,10 +29,8 @@ KINDS = {"bbox": ("box", "bbox"), "segm": ("mask", "segmentation")}
 """Of pycocotools: how the metrics of each begin here, and where a result has what is judged."""
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 """In the order of pycocotools: over all overlaps, at 0.5, at 0.75; of small, medium and large objects."""
-LONGEST, QUALITY = 256, 80
-"""Longer side in pixels and quality of the JPEG in a record."""
-SHOWN, MOST, LEAST_SCORE = 4, 20, 0.05
-"""Evaluation images whose detections a run records; so many of each at most, of this score at least."""
+SHOWN, LONGEST, QUALITY, MOST, LEAST_SCORE = 4, 256, 80, 20, 0.05
+"""Evaluation images that a run records, as JPEG of this longer side and quality; its detections, of this score."""
 
 
 class DetectionSettings(Settings):

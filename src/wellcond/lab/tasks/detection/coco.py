@@ -175,7 +175,7 @@ def load(config: CocoConfig, base: Path) -> Data:
             found=listed(sorted(first.items() ^ second.items()), most=4),
             todo="Give both files the same list of categories.",
         )
-    groups = list(zip(train.images, train.annotations, strict=True))
+    groups = zip(train.images, train.annotations, strict=True)
     reasons = [[why_left_out(annotation, image) for annotation in group] for image, group in groups]
     kept = torch.tensor([row for row, found in enumerate(reasons) if "" in found], dtype=torch.long)
     left_out = Counter(reason for found in reasons for reason in found if reason)

@@ -98,8 +98,7 @@ class View:
     def look(self, picture: Any, resampling: str = "BILINEAR") -> Tensor:
         """The pixels of a PIL image, interpolated once."""
         pil = import_pil()
-        if self.part != (0, 0, *picture.size) or picture.size != self.size[::-1]:
-            picture = picture.resize(self.size[::-1], pil.Resampling[resampling], box=self.part)
+        picture = picture.resize(self.size[::-1], pil.Resampling[resampling], box=self.part)
         if self.flipped:
             picture = picture.transpose(pil.Transpose.FLIP_LEFT_RIGHT)
         return torch.from_numpy(np.array(picture))
