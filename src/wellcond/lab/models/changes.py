@@ -138,8 +138,7 @@ def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) 
 # has 0.55; those that draw by fan (Xavier, Kaiming, torch.nn) give every width the same. Which rule a weight was drawn
 # by is read off the weight itself.
 
-LIBRARY_STD = 0.02
-"""Of timm and of our own architectures; configurations of Hugging Face name theirs."""
+LIBRARY_STD = 0.02  # of timm and of our own architectures; configurations of Hugging Face name theirs
 
 
 class ProxySettings(Settings):

@@ -20,8 +20,7 @@ from wellcond.lab.settings import Settings
 
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 Even = Annotated[int, Field(gt=0, multiple_of=2)]
-POOLER_WIDTH, NORM_EPS = 1024, 1e-12
-"""Of the release."""
+POOLER_WIDTH, NORM_EPS = 1024, 1e-12  # of the release
 
 
 class CrammedBertOptions(Settings):

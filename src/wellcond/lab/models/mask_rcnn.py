@@ -25,8 +25,7 @@ from torchvision.ops.poolers import initLevelMapper
 from wellcond.lab.settings import Fraction, Settings
 from wellcond.models import build_model
 
-STRIDES = (4, 8, 16, 32)
-"""The sides of a padded image are multiples of the last."""
+STRIDES = (4, 8, 16, 32)  # the sides of a padded image are multiples of the last
 ASPECT_RATIOS = (0.5, 1.0, 2.0)  # of torchvision
 
 
@@ -106,11 +105,10 @@ class TimmPyramid(nn.Module):
 
     def __init__(self, options: MaskRcnnOptions) -> None:
         super().__init__()
-        name = options.backbone
+        name, arguments = options.backbone, options.backbone_arguments | {"drop_path_rate": options.drop_path}
         # Swin then pads its windows, and does not shrink them for small maps.
         any_size = {"strict_img_size": False, "always_partition": True} if name.startswith("swin") else {}
-        arguments = any_size | options.backbone_arguments | {"drop_path_rate": options.drop_path}
-        self.body = build_model(f"timm:{name}", arguments)
+        self.body = build_model(f"timm:{name}", any_size | arguments)
         if type(self.body).__name__ not in ("Xcit", "SwinTransformer"):
             raise ValueError(f"backbone: expected an XCiT or Swin of timm, found {name} ({type(self.body).__name__})")
         info, depth = self.body.feature_info, len(self.body.feature_info)

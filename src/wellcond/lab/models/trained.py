@@ -29,11 +29,7 @@ Build = Callable[[str, dict[str, Any]], nn.Module]
 
 
 def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None = None) -> nn.Module:
-    """The trained model, with plain weights: those of a conditioned one are folded.
-
-    What the student's data ask of a model comes from `build`: a teacher may only differ from it in what is excluded
-    (the classifier). A relative path starts at `base`.
-    """
+    """The trained model, built for the student's data by `build`, with plain weights: corrected ones are folded."""
     path = (base or Path()) / options["teacher"]
     record, weights = read_finished_run(path, "teacher", "the folder of another run")
     model, size = record["config"]["model"], record["config"]["task"].get("image_size")

@@ -129,13 +129,12 @@ class AbstractTask(ABC):
     """Of tasks that read text as tokens by `task.tokenizer`."""
 
     def __init__(self, settings: Any, context: TaskContext) -> None:
-        self.settings, self.context, self.data, self.seed = settings, context, context.data, context.seed
+        data = context.data
+        self.settings, self.context, self.data, self.seed = settings, context, data, context.seed
         self.further: dict[str, Samples] = {}
         """Other sets to score at every evaluation, their values under names that begin with these."""
-        if self.data.kind not in self.kinds:
-            raise RecipeError(
-                f"{settings.name} needs {' or '.join(self.kinds)} data; {self.data.name} has {self.data.kind}"
-            )
+        if data.kind not in self.kinds:
+            raise RecipeError(f"{settings.name} needs {' or '.join(self.kinds)} data; {data.name} has {data.kind}")
 
     def set_splits(self, make: Callable[[Any, str], Samples]) -> None:
         """Make the samples of each split, from it and its name."""
@@ -150,10 +149,8 @@ class AbstractTask(ABC):
         for name, split in self.context.splits.items():
             labels = torch.empty(0) if split.labels is None else split.labels
             for row in ((labels < 0) | (labels >= len(names))).nonzero().flatten().tolist():
-                raise RecipeError(
-                    f"{data.name}, {name} split, row {row}: expected a label from 0 to {len(names) - 1}, found "
-                    f"{labels[row]:g}"
-                )
+                where = f"{data.name}, {name} split, row {row}"
+                raise RecipeError(f"{where}: expected a label from 0 to {len(names) - 1}, found {labels[row]:g}")
         if data.train.labels is not None and len(found := data.train.labels.unique().tolist()) < 2:
             raise RecipeError(
                 f"{task} needs at least two classes in the training data; {data.name} has only "

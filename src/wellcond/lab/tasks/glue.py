@@ -16,21 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 from wellcond.attention.distributed import unwrap
 from wellcond.lab.data.base import Dataset, report_progress
 from wellcond.lab.data.text import text_columns
+from wellcond.lab.report.records import Metric
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
-from wellcond.lab.tasks.base import (
-    Batch,
-    ClassificationTask,
-    Keys,
-    Metric,
-    Samples,
-    TaskContext,
-    logits_of,
-    register_task,
-)
+from wellcond.lab.tasks.base import Batch, ClassificationTask, Keys, Samples, TaskContext, logits_of, register_task
 from wellcond.lab.tokenizers import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, make_tokenizer
 
-MULTIPLE = 8
-"""Batches are padded to a multiple of it, which suits the hardware."""
+MULTIPLE = 8  # of tokens, that batches are padded to, which suits the hardware
 HUB_ID = "nyu-mll/glue"
 
 
@@ -46,8 +37,7 @@ COLUMNS = {
 }
 """Of the tasks that the papers report, by their names on the hub, in the order of the tables."""
 NAMES = tuple(COLUMNS)
-REGRESSION = "stsb"
-"""The task whose label is a number."""
+REGRESSION = "stsb"  # its label is a number
 METRICS = {REGRESSION: ["pearson", "spearman"], "qqp": ["f1"], "mrpc": ["f1"], "cola": ["matthews"]}
 """Of a task, followed by accuracy but for the regression; a table shows the first."""
 
@@ -130,12 +120,9 @@ class Glue(ClassificationTask):
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, outputs, longest sequence and the padding token."""
-        return {
-            "vocab_size": self.tokenizer.vocabulary_size,
-            "num_labels": self.num_labels,
-            "length" if kind == "wellcond" else "max_position_embeddings": self.settings.length,
-            "pad_token_id": self.tokenizer.special["pad"],
-        }
+        length = "length" if kind == "wellcond" else "max_position_embeddings"
+        tokens = {"vocab_size": self.tokenizer.vocabulary_size, "pad_token_id": self.tokenizer.special["pad"]}
+        return {"num_labels": self.num_labels, length: self.settings.length, **tokens}
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits (rows, classes), or numbers (rows, 1)."""

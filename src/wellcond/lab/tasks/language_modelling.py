@@ -39,8 +39,7 @@ from wellcond.lab.tasks.base import (
 )
 from wellcond.lab.tokenizers import Tokenizer, TokenizerChoice, make_tokenizer
 
-PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 10, 60, 0.8
-"""Of the samples of text in a record."""
+PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 10, 60, 0.8  # of the samples of text in a record
 
 
 class LanguageModellingSettings(Settings):
@@ -154,11 +153,7 @@ class LanguageModelling(TokenStreamTask):
         return {name: value.double() for name, value in sums.items()}
 
     def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
-        """Nats per token and perplexity; perplexity per word and bits per byte of the text, for any tokeniser.
-
-        The loss of all tokens, those that end documents among them, is divided by the words (separated by white space)
-        and the bytes of the text.
-        """
+        """Nats and perplexity per token; perplexity per word (by white space) and bits per byte, for any tokeniser."""
         loss = sums["loss"] / sums["count"]
         return {
             "loss": loss,

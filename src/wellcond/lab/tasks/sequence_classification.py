@@ -16,8 +16,7 @@ from wellcond.lab.data.text import text_columns
 from wellcond.lab.settings import ImageSide, RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import Batch, ClassificationTask, Keys, Samples, TaskContext, register_task
 
-PADDING = 0
-"""Models neither attend to it nor embed it; every other token is shifted by one to make room for it."""
+PADDING = 0  # which models do not attend to; every other token is shifted by one to make room for it
 ROWS_AT_ONCE = 4096
 
 
@@ -48,8 +47,7 @@ class Sequences(Samples):
     tokens: Mapping[str, Tensor]
     """By the prefix of their names in a batch, (samples, tokens)."""
     labels: Tensor
-    width: int
-    """That a batch is padded to."""
+    width: int  # that a batch is padded to
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -82,7 +80,7 @@ class SequenceClassification(ClassificationTask):
         self.width = settings.pad_to or self.length
         if self.width < self.length:
             raise RecipeError(
-                f"task.pad_to: expected at least the {self.length} tokens of {context.data.name}, found {self.width}"
+                f"task.pad_to: expected at least the {self.length} tokens of the data, found {self.width}"
             )
         self.set_splits(self._sequences)
 
@@ -126,14 +124,13 @@ class SequenceClassification(ClassificationTask):
     def _tokens(self, split: Any, what: str) -> dict[str, Tensor]:
         """Tokens; -1 at the end of a row is padding."""
         tokens, largest = split.inputs, self.vocabulary - 2
-        for start in range(0, len(tokens), ROWS_AT_ONCE):
-            rows = tokens[start : start + ROWS_AT_ONCE]
+        for part, rows in enumerate(tokens.split(ROWS_AT_ONCE)):
             inside = torch.arange(rows.shape[1]) < (rows >= 0).sum(1, keepdim=True).clamp(max=self.length)
             wrong = torch.where(inside, (rows < 0) | (rows > largest), rows != -1).any(1).nonzero()
             if len(wrong):
                 found = rows[int(wrong[0])]
                 raise RecipeError(
-                    f"{what}, row {start + int(wrong[0])} (the first is 0): expected at most {self.length} tokens "
+                    f"{what}, row {part * ROWS_AT_ONCE + int(wrong[0])} (the first is 0): expected at most {self.length} tokens "
                     f"(task.length) from 0 to {largest}, and then only -1, as padding; found {int((found >= 0).sum())} "
                     f"from {int(found.min())} to {int(found.max())}"
                 )

@@ -19,7 +19,6 @@ from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Metric, Tas
 from wellcond.lab.tasks.detection.samples import (
     DetectionAugmentation,
     DetectionSamples,
-    from_mask,
     import_pycocotools,
     targets_of,
     to_rle,
@@ -161,13 +160,14 @@ def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequenc
     results = []
     for row in (boxes.isfinite().all(1) & scores.isfinite()).nonzero().flatten().tolist():
         left, top, right, bottom = boxes[row].tolist()
+        mask = found["masks"][row, 0] >= 0.5
         results.append(
             {
                 "image_id": image_id,
                 "category_id": category_ids[int(found["labels"][row]) - 1],
                 "bbox": [left, top, right - left, bottom - top],
                 "score": float(scores[row]),
-                "segmentation": from_mask(found["masks"][row, 0] >= 0.5),
+                "segmentation": to_rle(mask, *mask.shape),
             }
         )
     return results

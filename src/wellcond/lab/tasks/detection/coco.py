@@ -21,8 +21,7 @@ from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, read_image, to_channels
 from wellcond.run_lengths import read_counts
 
-SMALLEST_SIDE = 1.0
-"""Of a box that is trained on, in pixels."""
+SMALLEST_SIDE = 1.0  # of a box that is trained on, in pixels
 Segmentation = list[list[float]] | dict[str, Any]
 """Polygons [x0, y0, x1, y1, ...], or run lengths: `size`, and `counts` of equal pixels, column by column, background
 first, as a list or as COCO's text."""
@@ -101,10 +100,8 @@ class CocoDataset:
 
     folder: Path
     images: Sequence[Mapping[str, Any]]
-    annotations: Sequence[Sequence[Mapping[str, Any]]]
-    """Of each image."""
-    categories: Sequence[Mapping[str, Any]]
-    """In the order of the labels."""
+    annotations: Sequence[Sequence[Mapping[str, Any]]]  # of each image
+    categories: Sequence[Mapping[str, Any]]  # in the order of the labels
     labels: None = None
 
     @property

@@ -23,8 +23,7 @@ from wellcond.lab.tasks.base import EVALUATION, Batch, Keys, Samples
 from wellcond.lab.tasks.detection.coco import SMALLEST_SIDE, CocoDataset, Segmentation
 from wellcond.run_lengths import read_counts
 
-MULTIPLE = 32
-"""Sides of a batch are multiples of it."""
+MULTIPLE = 32  # that sides of a batch are padded to
 CROP_SHARE, CROP_SIDES, CROP_RANGE = 0.5, (400, 500, 600), (384, 600)
 """Of the XCiT release: how often a part of the image is cut out, shorter sides before that of which one is drawn, and
 the range of the height and the width of the part; an image that is smaller stays whole."""
@@ -52,13 +51,17 @@ def import_pycocotools() -> Any:
     return pycocotools
 
 
-def to_rle(segmentation: Segmentation, height: int, width: int) -> dict[str, Any]:
-    """Compressed run lengths of a segmentation in an image of this size, as pycocotools' `annToRLE` makes them."""
+def to_rle(segmentation: Segmentation | Tensor, height: int, width: int) -> dict[str, Any]:
+    """Compressed run lengths of a mask or a segmentation of this size, as pycocotools makes them, but with text."""
     if isinstance(segmentation, dict) and not isinstance(segmentation["counts"], list):
         return segmentation
     api = import_pycocotools().mask
-    encoded = api.frPyObjects(segmentation, height, width)
-    return _as_text(api.merge(encoded) if isinstance(segmentation, list) else encoded)
+    if isinstance(segmentation, Tensor):
+        encoded = api.encode(np.asfortranarray(segmentation.cpu().to(torch.uint8).numpy()))
+    else:
+        encoded = api.frPyObjects(segmentation, height, width)
+        encoded = api.merge(encoded) if isinstance(segmentation, list) else encoded
+    return {"size": [height, width], "counts": encoded["counts"].decode("ascii")}
 
 
 def to_mask(segmentation: Segmentation, height: int, width: int) -> Tensor:
@@ -67,15 +70,6 @@ def to_mask(segmentation: Segmentation, height: int, width: int) -> Tensor:
     runs = read_counts(to_rle(segmentation, height, width)["counts"])
     columns = np.repeat(np.arange(len(runs), dtype=np.int64) % 2, runs).reshape(width, height)
     return torch.from_numpy(np.ascontiguousarray(columns.T, np.uint8))
-
-
-def from_mask(mask: Tensor) -> dict[str, Any]:
-    """A mask (height, width) as compressed run lengths."""
-    return _as_text(import_pycocotools().mask.encode(np.asfortranarray(mask.cpu().to(torch.uint8).numpy())))
-
-
-def _as_text(lengths: dict[str, Any]) -> dict[str, Any]:
-    return {"size": [int(side) for side in lengths["size"]], "counts": lengths["counts"].decode("ascii")}
 
 
 def boxes_of_masks(masks: Tensor) -> Tensor:
@@ -87,12 +81,10 @@ def boxes_of_masks(masks: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class View:
-    """A part of an image, scaled to a size, then perhaps mirrored."""
+    """A part (left, top, right, bottom) of an image, scaled to a size (height, width), then perhaps mirrored."""
 
     part: tuple[float, float, float, float]
-    """Left, top, right, bottom."""
     size: tuple[int, int]
-    """Height, width."""
     flipped: bool = False
 
     def look(self, picture: Any, resampling: str = "BILINEAR") -> Tensor:
