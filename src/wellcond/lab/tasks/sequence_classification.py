@@ -126,11 +126,11 @@ class SequenceClassification(ClassificationTask):
         tokens, largest = split.inputs, self.vocabulary - 2
         for part, rows in enumerate(tokens.split(ROWS_AT_ONCE)):
             inside = torch.arange(rows.shape[1]) < (rows >= 0).sum(1, keepdim=True).clamp(max=self.length)
-            wrong = torch.where(inside, (rows < 0) | (rows > largest), rows != -1).any(1).nonzero()
-            if len(wrong):
-                found = rows[int(wrong[0])]
+            wrong = torch.where(inside, (rows < 0) | (rows > largest), rows != -1).any(1)
+            for row in wrong.nonzero().flatten().tolist():
+                found = rows[row]
                 raise RecipeError(
-                    f"{what}, row {part * ROWS_AT_ONCE + int(wrong[0])} (the first is 0): expected at most {self.length} tokens "
+                    f"{what}, row {part * ROWS_AT_ONCE + row} (the first is 0): expected at most {self.length} tokens "
                     f"(task.length) from 0 to {largest}, and then only -1, as padding; found {int((found >= 0).sum())} "
                     f"from {int(found.min())} to {int(found.max())}"
                 )
