@@ -80,7 +80,7 @@ class SequenceClassification(ClassificationTask):
         self.width = settings.pad_to or self.length
         if self.width < self.length:
             raise RecipeError(
-                f"task.pad_to: expected at least the {self.length} tokens of the data, found {self.width}"
+                f"task.pad_to: expected at least the {self.length} tokens of {self.data.name}, found {self.width}"
             )
         self.set_splits(self._sequences)
 
