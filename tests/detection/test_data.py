@@ -295,7 +295,7 @@ def test_run_lengths_survive_both_ways(seed):
     height, width = draw.integers(1, 40, 2)
     mask = (draw.random((height, width)) < draw.random()).astype(np.uint8)
     expected = torch.from_numpy(mask)
-    for rle in (runs(mask), compressed(mask), masks.from_mask(expected)):
+    for rle in (runs(mask), compressed(mask), masks.to_rle(expected, height, width)):
         assert torch.equal(masks.to_mask(rle, height, width), expected)
     assert read_counts(compressed(mask)["counts"]) == runs(mask)["counts"]
     found = boxes_of_masks(expected[None])[0].tolist()

@@ -35,7 +35,7 @@ def perfect(split):
     """Detections that are the truth."""
     found = []
     for index in range(len(split)):
-        objects, image = split.objects(index), split.images[index]
+        objects, image = split[index], split.images[index]
         masks = masks_of(objects, image["height"], image["width"])[:, None]
         # As annotated, also where a box leaves its image.
         boxes = torch.tensor([row["bbox"] for row in split.annotations[index] if not row["iscrowd"]]).reshape(-1, 4)

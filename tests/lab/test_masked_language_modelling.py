@@ -13,7 +13,7 @@ from lab.helpers import bundle, byte_images, make_recipe, texts
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
-from wellcond.lab.tasks.masked_language_modelling import MaskedBlocks, random_words
+from wellcond.lab.tasks.language_modelling import MaskedBlocks, random_words
 from wellcond.lab.train.prepare import prepare_model
 from wellcond.lab.train.run import Job, run_job
 

@@ -170,11 +170,11 @@ def test_methods_that_differ_in_their_tokens_are_different():
     [
         ("tokens", "expected one tokens"),
         ("tokens(positions=2)+tokens(embeddings=2)", "expected one tokens"),
-        ("tokens(position=2)", "expected embeddings or positions, found 'position'"),
-        ("tokens(positions=0)", "expected a factor above 0"),
-        ("tokens(positions=true)", "expected a factor above 0"),
-        ("tokens(positions=large)", "expected a factor above 0"),
-        ("tokens(positions=1e9)", "at most 1e\\+06"),
+        ("tokens(position=2)", "expected factors of embeddings and positions .*, found position=2"),
+        ("tokens(positions=0)", "above 0 and at most 1e6, found positions=0"),
+        ("tokens(positions=true)", "above 0 and at most 1e6, found positions=True"),
+        ("tokens(positions=large)", "above 0 and at most 1e6, found positions='large'"),
+        ("tokens(positions=1e9)", "at most 1e6, found positions=1000000000"),
         ("token(positions=2)", "Did you mean 'tokens'"),
     ],
 )

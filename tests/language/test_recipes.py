@@ -6,7 +6,7 @@ import pytest
 
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.settings import Interval
-from wellcond.lab.tasks.masked_language_modelling import MASKED
+from wellcond.lab.tasks.language_modelling import MASKED
 from wellcond.lab.tokenizers import TokenizerFile, TrainedTokenizer
 from wellcond.lab.train.length import ramped_parts
 from wellcond.lab.train.optimizers import Constant, Cosine, Triangular

@@ -203,7 +203,7 @@ BAD = {
     "landmarks do not divide": ({"landmarks": 5}, "divide the length 24"),
     "as many landmarks as tokens": ({"landmarks": 24}, "are fewer"),
     "even convolution": ({"convolution": 4}, "odd"),
-    "heads": ({"heads": 3}, "16 cannot be shared by 3 heads"),
+    "heads": ({"heads": 3}, r"\(16\) is not a multiple of the number of attention heads \(3\)"),
     "unknown option": ({"landmark": 4}, "Did you mean 'landmarks'"),
 }
 

@@ -12,33 +12,28 @@ if TYPE_CHECKING:
     from torch import nn
 
 ARCHITECTURES = {
-    "crammed_bert": ("crammed_bert", "CrammedBertForMaskedLM", "train"),
-    "crammed_bert_classifier": ("crammed_bert", "CrammedBertForSequenceClassification", "train"),
-    "long_range": ("long_range", "LongRangeClassifier", "text"),
-    "mask_rcnn": ("mask_rcnn", "Detector", "detection"),
+    "crammed_bert": ("crammed_bert", "CrammedBertForMaskedLM", "CrammedBertOptions", "train"),
+    "crammed_bert_classifier": ("crammed_bert", "CrammedBertClassifier", "CrammedBertClassifierOptions", "train"),
+    "long_range": ("long_range", "LongRangeClassifier", "LongRangeOptions", "text"),
+    "mask_rcnn": ("mask_rcnn", "Detector", "MaskRcnnOptions", "detection"),
 }
-"""Module, class and the extra it needs; what a recipe writes under `model.arguments` is the class's `options_class`."""
+"""Module, class, its options (what a recipe writes under `model.arguments`), and the extra it needs."""
 
 
 def build_architecture(name: str, arguments: dict[str, Any]) -> nn.Module:
-    """Build the model `wellcond:name`.
-
-    Raises:
-        UnknownChoiceError: no such architecture.
-        MissingExtraError: a library it is built on is not installed.
-        ModelSpecError: an option is wrong.
-    """
+    """Build the model `wellcond:name`; ModelSpecError if an option is wrong."""
     check_choice("architecture", name, sorted(ARCHITECTURES))
-    module, class_name, extra = ARCHITECTURES[name]
+    file, *classes, extra = ARCHITECTURES[name]
     with needs_extra("pydantic", "train"):
         import pydantic
     try:
-        model = getattr(importlib.import_module(f"wellcond.lab.models.{module}"), class_name)
+        module = importlib.import_module(f"wellcond.lab.models.{file}")
     except ImportError as error:
-        raise MissingExtraError(error.name or module, extra) from error
+        raise MissingExtraError(error.name or file, extra) from error
     from wellcond.lab.settings import list_problems
 
+    model, options = (getattr(module, name) for name in classes)
     try:
-        return model(model.options_class.model_validate(arguments))
+        return model(options.model_validate(arguments))
     except pydantic.ValidationError as error:
         raise ModelSpecError("\n  ".join([f"wellcond:{name} cannot be built:", *list_problems(error)])) from error

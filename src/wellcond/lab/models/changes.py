@@ -22,8 +22,6 @@ from wellcond.errors import WellcondError
 from wellcond.init.tokens import find_embeddings, find_positions
 from wellcond.lab.settings import RecipeError, Settings
 
-# Norms
-
 Norms = Literal["keep", "without_block_norms", "without_attention_norm"]
 
 # By name: libraries have classes of their own. Batch norms are none of them: they do not normalise tokens.
@@ -31,12 +29,10 @@ TOKEN_NORM = re.compile(r"(layer|rms|simple)_?norm", re.IGNORECASE)
 
 
 def remove_norms_(model: nn.Module, norms: Norms, run: Callable[[], object]) -> list[str]:
-    """Replace norms of the blocks by `nn.Identity`, in place; norms outside the blocks (the final one) stay.
+    """Replace norms of the blocks by `nn.Identity`, in place, and return their names; the final norm stays.
 
     A block is the element of a `ModuleList` or `Sequential` that holds an attention; norms of queries and keys belong
-    to the attention and stay. `run` runs the model on a sample, which shows what runs before what. Returns the names.
-
-    Raises: RecipeError where the blocks are not of this form; the model is then unchanged.
+    to the attention and stay. `run` runs the model on a sample, which shows what runs before what.
     """
     sites = find_attention(model, strict=False)
     chosen = {site.name: _block_norms(model, site.name, sites) for site in sites}
@@ -58,14 +54,15 @@ def remove_norms_(model: nn.Module, norms: Norms, run: Callable[[], object]) -> 
 
 
 def _block_norms(model: nn.Module, site: str, sites: list[AttentionSite]) -> list[str]:
-    """The norms of the innermost block around an attention.
-
-    Raises: RecipeError if there are none, or if a neighbour of the block has norms but no attention, as in T5.
-    """
+    """The norms of the innermost block around an attention; RecipeError if a neighbour has some without one (T5)."""
     attentions = tuple(f"{other.name}." for other in sites)
     block = next(elements_around(model, site))
     parent = block.rpartition(".")[0]
-    norms = [f"{name}." for name, module in model.named_modules() if _is_norm(module)]
+    norms = [
+        f"{name}."
+        for name, module in model.named_modules()
+        if any(TOKEN_NORM.search(kind.__name__) for kind in type(module).__mro__)
+    ]
     own = [name[:-1] for name in norms if name.startswith(f"{block}.") and not name.startswith(attentions)]
     for child in dict(model.get_submodule(parent).named_children()):
         path = f"{parent}.{child}." if parent else f"{child}."
@@ -76,10 +73,6 @@ def _block_norms(model: nn.Module, site: str, sites: list[AttentionSite]) -> lis
             f"model.norms: which norms are those of {block} of {type(model).__name__} is unknown; use model.norms: keep"
         )
     return own
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return any(TOKEN_NORM.search(kind.__name__) for kind in type(module).__mro__)
 
 
 def _called(modules: dict[str, nn.Module], run: Callable[[], object]) -> list[str]:
@@ -94,14 +87,8 @@ def _called(modules: dict[str, nn.Module], run: Callable[[], object]) -> list[st
     return order
 
 
-# QK-norm
-
-
 def add_qk_norm_(model: nn.Module, run: Callable[[], object]) -> None:
-    """Normalise queries and keys of every attention, in place, without a learned gain.
-
-    Raises: RecipeError for attentions that it cannot be added to; `run`, on a sample, shows which read their weights.
-    """
+    """Normalise queries and keys of every attention, in place, without a learned gain; `run` runs it on a sample."""
     try:
         sites = find_attention(model)
         add_head_norm_(sites)
@@ -116,15 +103,11 @@ def add_qk_norm_(model: nn.Module, run: Callable[[], object]) -> None:
         )
 
 
-# LayerScale
-
-
 def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) -> None:
     """Multiply what attention and MLP add to the stream by learned factors (LayerScale, Touvron et al. 2021), in place.
 
-    The factors, one for each feature, are parameters `layer_scale` of W_O and of the MLP's last matrix.
-
-    Raises: RecipeError for blocks that have such factors, or whose W_O is not called; `run` runs the model on a sample.
+    The factors, one for each feature, are parameters `layer_scale` of W_O and of the MLP's last matrix. `run` runs the
+    model on a sample.
     """
     scaled: dict[str, nn.Module] = {}
     blocks = find_blocks(model, find_attention(model))
@@ -149,19 +132,13 @@ def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) 
         module.register_forward_hook(lambda module, _, output: output * module.layer_scale)
 
 
-# Scale-true proxies: the start of a small model at the scale of the large one that it stands in for.
-#
+# Scale-true proxies start a small model at the scale of the large one that it stands in for.
 # What a layer-normed token sees of a weight is sigma sqrt(fan_in). Libraries that draw with one deviation whatever the
 # width (timm 0.02, initializer_range of Hugging Face) start a model of width 64 at 0.16 where their model of width 768
 # has 0.55; those that draw by fan (Xavier, Kaiming, torch.nn) give every width the same. Which rule a weight was drawn
 # by is read off the weight itself.
 
-LIBRARY_STD = 0.02
-"""Of timm and of our own architectures; configurations of Hugging Face name theirs."""
-ERRORS = 6.0
-"""A measured deviation agrees with a rule within so many of its standard errors."""
-OUTLIER = 12
-"""Times the median of the sizes, eight standard deviations: what is larger is no part of a deviation."""
+LIBRARY_STD = 0.02  # of timm and of our own architectures; configurations of Hugging Face name theirs
 
 
 class ProxySettings(Settings):
@@ -176,12 +153,7 @@ def scale_true_(model: nn.Module, width: int) -> dict[str, float]:
     """Start every matrix of the blocks (Q, K, V, O, MLP) at the sigma sqrt(fan_in) of a model `width` wide, in place.
 
     Weights of one fixed deviation are multiplied by sqrt(width / width of the model), in all stages alike; weights
-    drawn by fan stay. Depth and inner ratios stay the model's own, as do embeddings, positions, norms, biases and the
-    head.
-
-    Returns: the factor of each matrix, in the order of the model.
-
-    Raises: RecipeError, with nothing changed, where the width or a weight's rule cannot be told.
+    drawn by fan stay, as do embeddings, positions, norms, biases and the head. Returns the factor of each matrix.
     """
     try:
         sites = find_attention(model)
@@ -198,16 +170,13 @@ def scale_true_(model: nn.Module, width: int) -> dict[str, float]:
 
 
 def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
-    """Whether a weight was drawn with the library's one deviation, not by fan.
-
-    Raises: RecipeError if neither or both agree with what is measured.
-    """
+    """Whether a weight was drawn with the library's one deviation, not by fan; RecipeError if that cannot be told."""
     sizes = weight.parameter.detach().double().abs()
-    # timm's truncated normal draws a -2 now and then, a hundred deviations (the inverse error function of -1).
-    std = float(sizes[sizes <= OUTLIER * sizes.median()].square().mean().sqrt())
+    # timm's truncated normal draws a -2 now and then, a hundred deviations; twelve times the median are eight of them.
+    std = float(sizes[sizes <= 12 * sizes.median()].square().mean().sqrt())
     if std == 0.0:
         return False
-    tolerance = ERRORS / math.sqrt(2 * weight.parameter.numel())
+    tolerance = 6 / math.sqrt(2 * weight.parameter.numel())  # six standard errors
     fan_in, fan_out = weight.fan_in, weight.fan_out
     by_fan = [
         *(math.sqrt(gain / fan) for gain, fan in itertools.product((1 / 3, 1.0, 2.0), (fan_in, fan_out))),
@@ -227,38 +196,30 @@ def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
 
 
 # Scales of what the first block receives: tokens(embeddings=3.46, positions=25). See `wellcond.init.tokens`.
-
 TOKENS = {"embeddings": find_embeddings, "positions": find_positions}
-LARGEST = 1e6
 
 
 def check_factors(factors: dict[str, Any]) -> dict[str, float]:
     """Factors in the order embeddings, positions, without those of 1, which change nothing; ValueError for others."""
     for name, factor in factors.items():
-        if name not in TOKENS:
-            raise ValueError(f"tokens: expected {' or '.join(TOKENS)}, found {name!r}")
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < factor <= LARGEST:
-            raise ValueError(f"tokens: {name}: expected a factor above 0 and at most {LARGEST:g}, found {factor!r}")
+        if name not in TOKENS or type(factor) not in (int, float) or not 0 < factor <= 1e6:
+            raise ValueError(
+                f"tokens: expected factors of {' and '.join(TOKENS)} above 0 and at most 1e6, found {name}={factor!r}"
+            )
     return {name: factors[name] for name in TOKENS if factors.get(name, 1) != 1}
 
 
 @torch.no_grad()
 def scale_tokens_(model: nn.Module, factors: dict[str, float]) -> list[str]:
-    """Multiply embeddings, positions or both, in place.
+    """Multiply embeddings, positions or both, in place, and return the names of the parameters.
 
     An output layer that is tied to the word embeddings is the same weight, and follows them. Patch embeddings are
     scaled where their size is decided: weight and bias of the projection, or of the norm that comes after it.
-
-    Returns: names of the parameters that were multiplied.
-
-    Raises: RecipeError if the model lacks one of the kinds; nothing is then changed.
     """
     plan = {kind: dict(find(model)) for kind, find in TOKENS.items() if kind in factors}
-    for kind, found in plan.items():
-        if not found:
-            raise RecipeError(
-                f"tokens: expected learned {kind} in {type(model).__name__}, found none; leave {kind} out"
-            )
+    if missing := [kind for kind, found in plan.items() if not found]:
+        where, what = type(model).__name__, missing[0]
+        raise RecipeError(f"tokens: expected learned {what} in {where}, found none; leave {what} out")
     for kind, found in plan.items():
         for parameter in found.values():
             parameter.mul_(factors[kind])

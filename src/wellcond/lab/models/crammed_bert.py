@@ -20,8 +20,7 @@ from wellcond.lab.settings import Settings
 
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 Even = Annotated[int, Field(gt=0, multiple_of=2)]
-POOLER_WIDTH, NORM_EPS = 1024, 1e-12
-"""Of the release."""
+POOLER_WIDTH, NORM_EPS = 1024, 1e-12  # of the release
 
 
 class CrammedBertOptions(Settings):
@@ -158,8 +157,6 @@ class CrammedEncoder(nn.Module):
 class CrammedBertForMaskedLM(nn.Module):
     """Logits of the tokens at given positions."""
 
-    options_class = CrammedBertOptions
-
     def __init__(self, options: CrammedBertOptions) -> None:
         super().__init__()
         self.options = options
@@ -176,10 +173,8 @@ class CrammedBertForMaskedLM(nn.Module):
         return linear(tokens, self.encoder.embedding.word_embedding.weight)
 
 
-class CrammedBertForSequenceClassification(nn.Module):
+class CrammedBertClassifier(nn.Module):
     """Logits of sequences, from their first token; weights of pre-training have the same names under `encoder`."""
-
-    options_class = CrammedBertClassifierOptions
 
     def __init__(self, options: CrammedBertClassifierOptions) -> None:
         super().__init__()

@@ -25,14 +25,8 @@ from torchvision.ops.poolers import initLevelMapper
 from wellcond.lab.settings import Fraction, Settings
 from wellcond.models import build_model
 
-STRIDES = (4, 8, 16, 32)
-MULTIPLE = 32
-"""Sides of a padded image are multiples of it."""
-ASPECT_RATIOS = (0.5, 1.0, 2.0)
-"""Of torchvision."""
-ANY_SIZE = {"strict_img_size": False, "always_partition": True}
-"""Swin then pads its windows, and does not shrink them for small maps."""
-Target = dict[str, Tensor]
+STRIDES = (4, 8, 16, 32)  # the sides of a padded image are multiples of the last
+ASPECT_RATIOS = (0.5, 1.0, 2.0)  # of torchvision
 
 
 class MaskRcnnOptions(Settings):
@@ -111,14 +105,13 @@ class TimmPyramid(nn.Module):
 
     def __init__(self, options: MaskRcnnOptions) -> None:
         super().__init__()
-        name = options.backbone
-        of_family = ANY_SIZE if name.startswith("swin") else {}
-        arguments = options.backbone_arguments | {"drop_path_rate": options.drop_path}
-        self.body = build_model(f"timm:{name}", of_family | arguments)
+        name, arguments = options.backbone, options.backbone_arguments | {"drop_path_rate": options.drop_path}
+        # Swin then pads its windows, and does not shrink them for small maps.
+        any_size = {"strict_img_size": False, "always_partition": True} if name.startswith("swin") else {}
+        self.body = build_model(f"timm:{name}", any_size | arguments)
         if type(self.body).__name__ not in ("Xcit", "SwinTransformer"):
             raise ValueError(f"backbone: expected an XCiT or Swin of timm, found {name} ({type(self.body).__name__})")
-        info = [dict(entry) for entry in self.body.feature_info]
-        depth = len(info)
+        info, depth = self.body.feature_info, len(self.body.feature_info)
         # The ends of four stages or, as in the XCiT release, blocks 3, 5, 7, 11 of a column of 12.
         column = enumerate((depth // 3, depth // 2, 2 * depth // 3, depth)) if name.startswith("xcit") else ()
         self.taps = tuple(max(place, end - 1) for place, end in column) or tuple(range(depth))
@@ -133,9 +126,12 @@ class TimmPyramid(nn.Module):
         self.body.prune_intermediate_layers(list(self.taps), prune_norm=True, prune_head=True)
         if hasattr(self.body, "cls_token"):
             del self.body.cls_token
-        self.levels = nn.ModuleList(
-            [LayerNorm2d(width) for width in channels] if strides == list(STRIDES) else _column_levels(channels[0])
-        )
+        levels: list[nn.Module] = [LayerNorm2d(width) for width in channels]
+        if strides != list(STRIDES):  # what brings four maps of stride 16 to those of the pyramid, as in XCiT's release
+            up = functools.partial(nn.ConvTranspose2d, channels[0], channels[0], 2, stride=2)
+            first = nn.Sequential(up(), SharedBatchNorm(channels[0]), nn.GELU(), up())
+            levels = [first, up(), nn.Identity(), nn.MaxPool2d(2)]
+        self.levels = nn.ModuleList(levels)
         self.pyramid = FeaturePyramidNetwork(channels, options.pyramid_width, extra_blocks=LastLevelMaxPool())
         self.out_channels = options.pyramid_width
 
@@ -147,21 +143,9 @@ class TimmPyramid(nn.Module):
         return OrderedDict((key, value.float()) for key, value in self.pyramid(named).items())
 
 
-def _column_levels(width: int) -> list[nn.Module]:
-    """What brings four maps of stride 16 to the strides of the pyramid, as in the XCiT release."""
-    up = functools.partial(nn.ConvTranspose2d, width, width, 2, stride=2)
-    return [nn.Sequential(up(), SharedBatchNorm(width), nn.GELU(), up()), up(), nn.Identity(), nn.MaxPool2d(2)]
-
-
-def _as_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Hook of what predicts coordinates, which half precision does not hold: 1,333 pixels are 8 apart in bf16."""
-    return tree_map(lambda values: values.float(), output)
-
-
 class Detector(MaskRCNN):
     """Mask R-CNN. Attention is found, initialised, conditioned and folded in it as in any model."""
 
-    options_class = MaskRcnnOptions
     encoder_prefix = "backbone.body."
     """Where the weights of a pre-trained classifier belong."""
     encoder_left_out = ("cls_token", "cls_attn_blocks.", "norm.", "head.")
@@ -191,21 +175,22 @@ class Detector(MaskRCNN):
             mask_predictor=MaskRCNNPredictor(options.mask_head[-1], options.mask_head[-1], classes),
         )
         self.options = options
+        # Half precision does not hold coordinates: 1,333 pixels are 8 apart in bf16.
         for part in (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor):
-            part.register_forward_hook(_as_float32)
+            part.register_forward_hook(lambda _, inputs, output: tree_map(Tensor.float, output))
 
     def forward(  # type: ignore[override]
         self,
         images: Tensor,
         sizes: Tensor | None = None,
-        targets: Sequence[Target] | None = None,
+        targets: Sequence[dict[str, Tensor]] | None = None,
         original_sizes: Tensor | None = None,
         seeds: Sequence[int] | None = None,
     ) -> Any:
-        """Losses of a batch in training; otherwise detections of every image and, with targets, its losses.
+        """Losses by name, means over the batch, in training.
 
-        In evaluation every image is computed by itself, without the padding that other images of its batch ask for,
-        so that its detections and losses do not depend on the batch it is in.
+        Otherwise `boxes`, `labels`, `scores` and `masks` (n, 1, height, width) of each image, with targets also its
+        losses; every image is computed by itself, without the padding that others of its batch ask for.
 
         Args:
             images: (batch, 3, height, width) in 0..1, padded at the bottom and on the right to multiples of 32.
@@ -213,55 +198,48 @@ class Detector(MaskRCNN):
             targets: `boxes` (n, 4), `labels` (n,) from 1, and `masks` (n, height, width), of each image.
             original_sizes: (batch, 2), sizes that detections are scaled to.
             seeds: of the regions that the losses of each image are computed on, in evaluation.
-
-        Returns: losses by name, means over the batch; or a dict of `boxes`, `labels`, `scores` and `masks`
-            (n, 1, height, width) for each image, with targets also the losses of each.
         """
         shapes = [tuple(images.shape[-2:])] * len(images) if sizes is None else [tuple(size) for size in sizes.tolist()]
         originals = shapes if original_sizes is None else [tuple(size) for size in original_sizes.tolist()]
         if self.training or sizes is None:
-            images = self._normalised(images, shapes)
-            features = self.backbone(images)
-            if self.training:
-                return self._losses(images, shapes, list(targets or ()), features)
-            return self._detect(images, shapes, originals, features)
+            encoded = self._encode(images, shapes)
+            return self._losses(*encoded, list(targets or ())) if self.training else self._detect(*encoded, originals)
         found, losses = [], []
         for place, shape in enumerate(shapes):
-            height, width = (-(-side // MULTIPLE) * MULTIPLE for side in shape)
-            image = self._normalised(images[place : place + 1, :, :height, :width], [shape])
-            features = self.backbone(image)
-            found += self._detect(image, [shape], [originals[place]], features)
+            height, width = (-(-side // STRIDES[-1]) * STRIDES[-1] for side in shape)
+            encoded = self._encode(images[place : place + 1, :, :height, :width], [shape])
+            found += self._detect(*encoded, [originals[place]])
             if targets is not None and seeds is not None:
                 target = targets[place] | {"masks": targets[place]["masks"][:, :height, :width]}
-                with self._seeded(seeds[place], image.device):
-                    losses.append(self._losses(image, [shape], [target], features))
+                with self._seeded(seeds[place], images.device):
+                    losses.append(self._losses(*encoded, [target]))
         return (found, losses) if losses else found
 
-    def _normalised(self, images: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
-        """Mean 0 and deviation 1; padding is 0."""
+    def _encode(self, images: Tensor, shapes: list) -> tuple[ImageList, Any]:
+        """Images of mean 0 and deviation 1, whose padding is 0, and their maps."""
         normalised = self.transform.normalize(images)
         for image, (height, width) in zip(normalised, shapes, strict=True):
             image[:, height:] = 0
             image[:, :, width:] = 0
-        return normalised
+        return ImageList(normalised, shapes), self.backbone(normalised)
 
-    def _losses(self, images: Tensor, shapes: list, targets: list[Target], features: Any) -> dict[str, Tensor]:
-        proposals, of_proposals = self.rpn(ImageList(images, shapes), features, targets)
-        _, of_regions = self.roi_heads(features, proposals, shapes, targets)
+    def _losses(self, images: ImageList, features: Any, targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        proposals, of_proposals = self.rpn(images, features, targets)
+        _, of_regions = self.roi_heads(features, proposals, images.image_sizes, targets)
         return of_proposals | of_regions
 
-    def _detect(self, images: Tensor, shapes: list, originals: list, features: Any) -> list[dict[str, Tensor]]:
-        proposals, _ = self.rpn(ImageList(images, shapes), features)
-        detections, _ = self.roi_heads(features, proposals, shapes)
-        return self.transform.postprocess(detections, shapes, originals)
+    def _detect(self, images: ImageList, features: Any, originals: list) -> list[dict[str, Tensor]]:
+        proposals, _ = self.rpn(images, features)
+        detections, _ = self.roi_heads(features, proposals, images.image_sizes)
+        return self.transform.postprocess(detections, images.image_sizes, originals)
 
     @contextlib.contextmanager
     def _seeded(self, seed: int, device: torch.device) -> Iterator[None]:
         """Let the heads, whose layers know no difference, compute losses in evaluation, on regions drawn by a seed."""
+        on_cpu = device.type == "cpu"
         self.rpn.training = self.roi_heads.training = True
-        kind = "cuda" if device.type == "cpu" else device.type
         try:
-            with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=kind):
+            with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
                 torch.manual_seed(seed)
                 yield
         finally:

@@ -1,7 +1,4 @@
-"""Trained models that others start from: the teacher of weight selection, and a classifier as a detector's backbone.
-
-Both are a finished run or a file of weights; no code of either is ever run.
-"""
+"""Trained models that others start from, teachers of weight selection and encoders; no code of theirs is ever run."""
 
 from __future__ import annotations
 
@@ -32,13 +29,7 @@ Build = Callable[[str, dict[str, Any]], nn.Module]
 
 
 def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None = None) -> nn.Module:
-    """The trained model, with plain weights: those of a conditioned one are folded.
-
-    What the student's data ask of a model comes from `build`: a teacher may only differ from it in what is excluded
-    (the classifier). A relative path starts at `base`.
-
-    Raises: RecipeError, WeightError, RunError; each names the file.
-    """
+    """The trained model, built for the student's data by `build`, with plain weights: corrected ones are folded."""
     path = (base or Path()) / options["teacher"]
     record, weights = read_finished_run(path, "teacher", "the folder of another run")
     model, size = record["config"]["model"], record["config"]["task"].get("image_size")
@@ -48,8 +39,8 @@ def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None
         if model.get(field, plain) != plain:
             raise RecipeError(f"teacher: the run in {path} has model.{field}: {model[field]}; expected {plain}")
     size_name = "img_size" if model["name"].startswith("timm:") else "image_size"
+    sizes = {} if size is None else {size_name: size}
     with torch.random.fork_rng(devices=[]):
-        sizes = {} if size is None else {size_name: size}
         teacher = (build or build_model)(model["name"], sizes | model["arguments"])
     # What is not selected, such as a classifier of other classes, stays as the model has it.
     state, excluded = read_state_dict(weights), exclusion(teacher, options.get("exclude", ("head",)))
@@ -65,8 +56,6 @@ def load_encoder(model: nn.Module, path: Path, method: MethodSettings) -> None:
     corrected is folded. What only the classifier has (`model.encoder_left_out`) is left out, everything else must fit,
     but for parts of an encoder of transformers that its language model does not have (the pooler).
     `path` is the folder of a finished run, whose last weights are taken, or a file of weights.
-
-    Raises: RecipeError, WeightError; the model is then unchanged.
     """
     prefix = str(getattr(model, "encoder_prefix", f"{getattr(model, 'base_model_prefix', 'encoder')}."))
     file = read_finished_run(path, "model.encoder", "a file of weights")[1] if path.is_dir() else path
@@ -83,11 +72,11 @@ def load_encoder(model: nn.Module, path: Path, method: MethodSettings) -> None:
     if settings is None or _same_correction(settings, method):
         load_folded(body, state, None, str(file))
         return
-    trained = copy.deepcopy(body)
     present = {site.name for site in find_attention(body, strict=False)}
     sites = [name.removeprefix(prefix) for name in settings["sites"]]
-    load_folded(trained, state, settings | {"sites": [name for name in sites if name in present]}, str(file))
-    body.load_state_dict(trained.state_dict())
+    settings |= {"sites": [name for name in sites if name in present]}
+    # A copy: weights that do not fit leave the model as it is.
+    body.load_state_dict(load_folded(copy.deepcopy(body), state, settings, str(file)).state_dict())
 
 
 def _same_correction(settings: dict[str, Any], method: MethodSettings) -> bool:
@@ -105,8 +94,7 @@ def load_folded(model: nn.Module, state: dict[str, Tensor], settings: dict[str, 
     if settings is None:
         load_state(model, state, what)
         return model
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NumericalWarning)  # given when it was trained
+    with warnings.catch_warnings(action="ignore", category=NumericalWarning):  # given when it was trained
         recondition_(model, settings)
     marker = marker_of(model)
     assert marker is not None

@@ -41,7 +41,7 @@ def outcome_tables(id: str, entry: Entry, scale: str, records: Collection) -> li
     notes += [f"Here: {entry.note}."] if entry.note else []
     notes += list(dict.fromkeys(differences_from_paper(entry, records))) or ["There are no runs of this here."]
     if entry.kind == "figure":
-        rows = _figure_rows(entry, records)
+        rows = list(_figure_rows(entry, records))
         return [Table.of(id.lower(), f"{id}: {entry.title}", rows, notes, (0, 1, 2, 5, 6))]
     named = {id if at == 1 else f"{id}-{at}": part for at, part in enumerate(entry.parts, 1)}
     return [_table(name, entry, part, records, [GAINS, *notes] if name == id else []) for name, part in named.items()]

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -23,8 +22,8 @@ from wellcond.lab.tokenizers import Tokenizer
 
 Batch = dict[str, Tensor]
 SampleKey = tuple[int, int]
-"""Number of a sample, and the draw of random numbers that fixes its augmentation: the epoch or, where an epoch shows a
-sample `repeats` times, epoch * repeats + repeat; -1 is evaluation."""
+"""Number of a sample, and the draw of random numbers that fixes its augmentation: EVALUATION, the epoch or, where an
+epoch shows a sample `repeats` times, epoch * repeats + repeat."""
 Keys = Sequence[SampleKey]
 EVALUATION = -1
 IGNORED = -100
@@ -85,16 +84,6 @@ class AugmentationSettings(Settings):
     """Repeated augmentation (DeiT): an epoch takes this many times fewer samples, and each that many times in a row,
     augmented differently."""
 
-    @property
-    def needs_pictures(self) -> bool:
-        """Whether samples must be augmented one by one, as PIL images."""
-        return bool(self.resized_crop or self.rand_augment or self.color_jitter or self.random_erasing)
-
-    @property
-    def mixes(self) -> bool:
-        """Whether samples of a batch are mixed."""
-        return self.mixup > 0 or self.cutmix > 0
-
 
 @dataclass(frozen=True)
 class TaskContext:
@@ -110,45 +99,20 @@ class TaskContext:
 
     @property
     def splits(self) -> dict[str, Dataset]:
-        """`training`, `evaluation` and `test`, if it is wanted and has labels where there are classes."""
+        """`training`, `evaluation` and `test`, if it is wanted and has labels where training has."""
         splits = {"training": self.data.train, "evaluation": self.data.evaluation}
         test = self.data.others.get("test") if self.with_test else None
-        if test is not None and (test.labels is not None or self.data.class_names is None):
+        if test is not None and (test.labels is not None or self.data.train.labels is None):
             splits["test"] = test
         return splits
-
-    def need_kind(self, task: str, *kinds: str) -> None:
-        """Raise RecipeError unless the data are of a kind the task can use."""
-        if self.data.kind not in kinds:
-            raise RecipeError(f"{task} needs {' or '.join(kinds)} data; {self.data.name} has {self.data.kind}")
-
-    def need_classes(self, task: str) -> int:
-        """Number of classes; RecipeError if there are none, a label is none of them, or all labels to train on are one.
-
-        A model that always says this class would be right in 100 % of such cases and have learned nothing.
-        """
-        data, names = self.data, self.data.class_names
-        if names is None:
-            raise RecipeError(f"{task} needs labels; {data.name} has none. Name the label column in data.label")
-        for name, split in self.splits.items():
-            labels = torch.empty(0) if split.labels is None else split.labels
-            for row in ((labels < 0) | (labels >= len(names))).nonzero().flatten().tolist():
-                raise RecipeError(
-                    f"{data.name}, {name} split, row {row}: expected a label from 0 to {len(names) - 1}, found "
-                    f"{labels[row]:g}"
-                )
-        if data.train.labels is not None and len(found := data.train.labels.unique().tolist()) < 2:
-            raise RecipeError(
-                f"{task} needs at least two classes in the training data; {data.name} has only "
-                f"{names[found[0]]!r}. Add examples of another class, or name the right label column in data.label"
-            )
-        return len(names)
 
 
 class AbstractTask(ABC):
     """Samples, loss and score of one kind of problem."""
 
     metric: Metric
+    kinds: ClassVar[tuple[str, ...]]
+    """Of data that it takes."""
     can_be_sharded: ClassVar[bool] = True
     """Whether processes call the model equally often, without which shards of its weights cannot be put together."""
     auto_class: ClassVar[str | None] = None
@@ -157,15 +121,42 @@ class AbstractTask(ABC):
     """Parts of a batch that the model takes by name, or the one part that is its only argument."""
     train: Samples
     evaluation: Samples
-    test: Samples | None = None
+    test: Samples | None
     """Samples that no choice is made on; None if the data have no labelled split named test."""
     following: int = 0
     """How many samples `training_batch` needs that follow those of a part in the update, cyclically."""
-    further: Mapping[str, Samples] = MappingProxyType({})
-    """Other sets to score at every evaluation, their values under names that begin with these."""
-    data: Data
     tokenizer: Tokenizer | None = None
     """Of tasks that read text as tokens by `task.tokenizer`."""
+
+    def __init__(self, settings: Any, context: TaskContext) -> None:
+        data = context.data
+        self.settings, self.context, self.data, self.seed = settings, context, data, context.seed
+        self.further: dict[str, Samples] = {}
+        """Other sets to score at every evaluation, their values under names that begin with these."""
+        if data.kind not in self.kinds:
+            raise RecipeError(f"{settings.name} needs {' or '.join(self.kinds)} data; {data.name} has {data.kind}")
+
+    def set_splits(self, make: Callable[[Any, str], Samples]) -> None:
+        """Make the samples of each split, from it and its name."""
+        made = {name: make(split, name) for name, split in self.context.splits.items()}
+        self.train, self.evaluation, self.test = made["training"], made["evaluation"], made.get("test")
+
+    def count_classes(self) -> int:
+        """Number of classes; RecipeError without at least two to learn, or for a label that is none of them."""
+        data, names, task = self.data, self.data.class_names, self.settings.name
+        if names is None:
+            raise RecipeError(f"{task} needs labels; {data.name} has none. Name the label column in data.label")
+        for name, split in self.context.splits.items():
+            labels = torch.empty(0) if split.labels is None else split.labels
+            for row in ((labels < 0) | (labels >= len(names))).nonzero().flatten().tolist():
+                where = f"{data.name}, {name} split, row {row}"
+                raise RecipeError(f"{where}: expected a label from 0 to {len(names) - 1}, found {labels[row]:g}")
+        if data.train.labels is not None and len(found := data.train.labels.unique().tolist()) < 2:
+            raise RecipeError(
+                f"{task} needs at least two classes in the training data; {data.name} has only "
+                f"{names[found[0]]!r}. Add examples of another class, or name the right label column in data.label"
+            )
+        return len(names)
 
     @abstractmethod
     def model_arguments(self, kind: str) -> dict[str, Any]:
@@ -181,17 +172,11 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
-        """Sums over a batch from which `metrics` follows.
-
-        Where it does not, `records` has pairs of the number of a sample and what is to be known of it, to be pickled.
-        """
+        """Sums over a batch; `records`, if any, are pairs of a sample's number and what `metrics` needs of it."""
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
-        """Values of an evaluation, `loss` and the metric among them, from the sums over the first samples of a set.
-
-        `records` has what `score` gave of each sample, in their order.
-        """
+        """`loss`, the metric and more, from the sums, and the `records` in order, over the first samples of a set."""
 
     def probe(self, num_samples: int) -> Any:
         """The first samples of the evaluation set, all if there are fewer, as the model's input, for `measure`."""
@@ -203,17 +188,11 @@ class AbstractTask(ABC):
         return batch[self.inputs] if isinstance(self.inputs, str) else {name: batch[name] for name in self.inputs}
 
     def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
-        """Augmentation across the samples of a step; none by default.
-
-        The batch is one part, numbered over all processes and accumulations, and the `following` samples after it.
-        """
+        """Augmentation across samples, by default none: of a part (of all processes) of a step and `following` ones."""
         return batch
 
     def write_samples(self, model: nn.Module) -> list[dict[str, Any]]:
-        """What a trained model makes of samples, for the record; nothing by default.
-
-        Text has `prompt` and `text`, or `problem`; images have `image_id`, `truth` and `predictions`.
-        """
+        """What a trained model makes of samples, for the record; nothing by default."""
         return []
 
 
@@ -229,7 +208,11 @@ class ClassificationTask(AbstractTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy in nats."""
-        return cross_entropy(self.logits(model, batch).float(), batch["label"].flatten(), reduction="sum")
+        return self.loss_of(self.logits(model, batch), batch["label"])
+
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy of logits (labels, classes)."""
+        return cross_entropy(logits.float(), labels.flatten(), reduction="sum")
 
     def num_terms(self, batch: Batch) -> Tensor | int:
         """One per label."""
@@ -237,10 +220,10 @@ class ClassificationTask(AbstractTask):
 
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         """Loss, correct answers and count."""
-        logits, labels = self.logits(model, batch), batch["label"].flatten()
+        logits = self.logits(model, batch)
         return {
-            "loss": cross_entropy(logits.float(), labels, reduction="sum").double(),
-            "correct": (logits.argmax(-1) == labels).sum().double(),
+            "loss": self.loss_of(logits, batch["label"]).double(),
+            "correct": (logits.argmax(-1) == batch["label"].flatten()).sum().double(),
             "count": torch.as_tensor(self.num_terms(batch), dtype=torch.float64, device=logits.device),
         }
 

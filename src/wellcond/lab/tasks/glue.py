@@ -3,71 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss, pad
+from torch.nn.functional import mse_loss, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from wellcond.attention.distributed import unwrap
 from wellcond.lab.data.base import Dataset, report_progress
 from wellcond.lab.data.text import text_columns
+from wellcond.lab.report.records import Metric
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
-from wellcond.lab.tasks.base import (
-    Batch,
-    ClassificationTask,
-    Keys,
-    Metric,
-    Samples,
-    TaskContext,
-    logits_of,
-    register_task,
-)
+from wellcond.lab.tasks.base import Batch, ClassificationTask, Keys, Samples, TaskContext, logits_of, register_task
 from wellcond.lab.tokenizers import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, make_tokenizer
 
-MULTIPLE = 8
-"""Batches are padded to a multiple of it, which suits the hardware."""
+MULTIPLE = 8  # of tokens, that batches are padded to, which suits the hardware
 HUB_ID = "nyu-mll/glue"
-GlueName = Literal["mnli", "sst2", "stsb", "rte", "qnli", "qqp", "mrpc", "cola"]
-"""The eight tasks that the papers report, in the order of their tables."""
-NAMES: tuple[str, ...] = get_args(GlueName)
 
 
-@dataclass(frozen=True)
-class GlueTask:
-    """One task, named as its configuration on the hub."""
-
-    columns: tuple[str, ...]
-    """One sentence, or two."""
-    classes: tuple[str, ...] | None
-    """In the order of the labels; None where the label is a number."""
-    metrics: tuple[str, ...] = ("accuracy",)
-    """The first is what its column of the table shows."""
-
-
-_PAIR = ("sentence1", "sentence2")
-TASKS = {
-    "mnli": GlueTask(("premise", "hypothesis"), ("entailment", "neutral", "contradiction")),
-    "sst2": GlueTask(("sentence",), ("negative", "positive")),
-    "stsb": GlueTask(_PAIR, None, ("pearson", "spearman")),
-    "rte": GlueTask(_PAIR, ("entailment", "not_entailment")),
-    "qnli": GlueTask(("question", "sentence"), ("entailment", "not_entailment")),
-    "qqp": GlueTask(("question1", "question2"), ("not_duplicate", "duplicate"), ("f1", "accuracy")),
-    "mrpc": GlueTask(_PAIR, ("not_equivalent", "equivalent"), ("f1", "accuracy")),
-    "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), ("matthews", "accuracy")),
+COLUMNS = {
+    "mnli": ("premise", "hypothesis"),
+    "sst2": ("sentence",),
+    "stsb": ("sentence1", "sentence2"),
+    "rte": ("sentence1", "sentence2"),
+    "qnli": ("question", "sentence"),
+    "qqp": ("question1", "question2"),
+    "mrpc": ("sentence1", "sentence2"),
+    "cola": ("sentence",),
 }
+"""Of the tasks that the papers report, by their names on the hub, in the order of the tables."""
+NAMES = tuple(COLUMNS)
+REGRESSION = "stsb"  # its label is a number
+METRICS = {REGRESSION: ["pearson", "spearman"], "qqp": ["f1"], "mrpc": ["f1"], "cola": ["matthews"]}
+"""Of a task, followed by accuracy but for the regression; a table shows the first."""
 
 
 class GlueSettings(Settings):
     """Options of the task."""
 
     name: Literal["glue"] = "glue"
-    task: GlueName
+    task: Literal["mnli", "sst2", "stsb", "rte", "qnli", "qqp", "mrpc", "cola"]
     tokenizer: TokenizerChoice
     length: Annotated[SequenceLength, Field(ge=8)] = 128
     """Longer sequences are cut, of a pair always the longer sentence."""
@@ -95,7 +74,7 @@ class Sentences(Samples):
         inner.post_processor = library.processors.BertProcessing(*marks)
         inner.enable_truncation(length, strategy="longest_first")
         self._tokens: list[Tensor] = []
-        seconds: list[int] = []
+        seconds = []
         for columns in text_columns(split):
             for encoding in inner.encode_batch(columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))):
                 self._tokens.append(torch.tensor(encoding.ids, dtype=torch.int32))
@@ -122,34 +101,28 @@ class Sentences(Samples):
 class Glue(ClassificationTask):
     """The label of a sentence or a pair."""
 
+    kinds = ("text",)
     auto_class = "AutoModelForSequenceClassification"
     inputs = ("input_ids", "attention_mask")
     tokenizer: LibraryTokenizer
 
     def __init__(self, settings: GlueSettings, context: TaskContext) -> None:
-        data, self.settings, self.glue = context.data, settings, TASKS[settings.task]
-        self.metric = Metric(self.glue.metrics[0], percent=True)
-        self.num_labels = 1
-        context.need_kind(settings.name, "text")
-        if self.glue.classes is not None:
-            self.num_labels = context.need_classes(f"glue, {settings.task},")
-        elif data.train.labels is None or data.class_names is not None:
+        super().__init__(settings, context)
+        data, self.regression = context.data, settings.task == REGRESSION
+        self.names = METRICS.get(settings.task, []) + ([] if self.regression else ["accuracy"])
+        self.metric = Metric(self.names[0], percent=True)
+        self.num_labels = 1 if self.regression else self.count_classes()
+        if self.regression and (data.train.labels is None or data.class_names is not None):
             raise RecipeError(f"{settings.task}: expected labels that are numbers; set data.label_kind: number")
-        made = make_tokenizer(settings.tokenizer, data.train, f"{data.name}, training split", context.base)
-        self.tokenizer = with_marks(made)
-        self.train, self.evaluation = (
-            Sentences(split, self.tokenizer, settings.length, f"{settings.task}, {name} split,")
-            for name, split in (("training", data.train), ("evaluation", data.evaluation))
-        )
+        what = f"{data.name}, training split"
+        self.tokenizer = with_marks(make_tokenizer(settings.tokenizer, data.train, what, context.base))
+        self.set_splits(lambda split, name: Sentences(split, self.tokenizer, settings.length, f"{name} sentences"))
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, outputs, longest sequence and the padding token."""
-        return {
-            "vocab_size": self.tokenizer.vocabulary_size,
-            "num_labels": self.num_labels,
-            "length" if kind == "wellcond" else "max_position_embeddings": self.settings.length,
-            "pad_token_id": self.tokenizer.special["pad"],
-        }
+        length = "length" if kind == "wellcond" else "max_position_embeddings"
+        tokens = {"vocab_size": self.tokenizer.vocabulary_size, "pad_token_id": self.tokenizer.special["pad"]}
+        return {"num_labels": self.num_labels, length: self.settings.length, **tokens}
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits (rows, classes), or numbers (rows, 1)."""
@@ -158,38 +131,32 @@ class Glue(ClassificationTask):
             inputs["token_type_ids"] = batch["token_type_ids"]
         return logits_of(model(**inputs)).float()
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy, or squared error."""
-        return self._loss(self.logits(model, batch), batch["label"])
-
-    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        if self.glue.classes is None:
-            return mse_loss(outputs[:, 0], labels.to(outputs.dtype), reduction="sum")
-        return cross_entropy(outputs, labels, reduction="sum")
+        if self.regression:
+            return mse_loss(logits[:, 0], labels.to(logits.dtype), reduction="sum")
+        return super().loss_of(logits, labels)
 
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         """Loss and count; label and prediction of each row."""
         outputs = self.logits(model, batch)
-        predictions = outputs[:, 0].double() if self.glue.classes is None else outputs.argmax(1)
+        predictions = outputs[:, 0].double() if self.regression else outputs.argmax(1)
         columns = [column.tolist() for column in (batch["row"], batch["label"], predictions)]
-        return {
-            "loss": self._loss(outputs, batch["label"]).double(),
-            "count": torch.tensor(float(len(outputs)), dtype=torch.float64, device=outputs.device),
-            "records": [(row, found) for row, *found in zip(*columns, strict=True)],
-        }
+        records = [(row, found) for row, *found in zip(*columns, strict=True)]
+        count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=outputs.device)
+        return {"loss": self.loss_of(outputs, batch["label"]).double(), "count": count, "records": records}
 
     def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
         """Mean loss; the task's metric, then the others; `constant` is 1 if all predictions are equal, else 0."""
         labels, predictions = zip(*sums["records"], strict=True)
-        scores = {name: score(name, labels, predictions) for name in self.glue.metrics}
+        scores = {name: score(name, labels, predictions) for name in self.names}
         return {"loss": sums["loss"] / sums["count"], **scores, "constant": float(len(set(predictions)) == 1)}
 
 
 def score(metric: str, labels: ArrayLike, predictions: ArrayLike) -> float:
     """Accuracy, Matthews correlation, F1 of class 1 of two, or Pearson or Spearman correlation.
 
-    A metric that is not defined is 0, as is customary for Matthews and F1: predictions that are all equal tell nothing
-    about the labels. So correlations are 0 where scipy gives NaN, which no mean survives.
+    What is not defined is 0, as is customary for Matthews and F1: scipy would give NaN, which no mean survives.
 
     Example:
         >>> score("f1", [0, 1, 1], [0, 1, 1]), score("matthews", [0, 1], [1, 1]), score("pearson", [2, 4], [1, 1])

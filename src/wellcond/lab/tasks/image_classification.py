@@ -48,15 +48,13 @@ class ImageClassificationSettings(Settings):
 class ImagesInMemory(Samples):
     """Images of one size, flipped, padded and cropped, and normalised in whole batches.
 
-    The random numbers of a draw (see `SampleKey`) are made for all samples at once, by seed and draw, so what happens
-    to a sample does not depend on the batch or the process it is in.
+    Random numbers are made for all samples at once, by seed and draw (see `SampleKey`), in any batch and process alike.
     """
 
     images: Tensor
     labels: Tensor
-    scale: Tensor
-    shift: Tensor
-    """What normalises the images, by channel: one multiplication and one addition."""
+    normalisation: tuple[Tensor, Tensor]
+    """By channel: what the images are multiplied by, and what is then added."""
     augmentation: AugmentationSettings
     seed: int
     _drawn: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -66,20 +64,19 @@ class ImagesInMemory(Samples):
 
     def fetch(self, keys: Keys) -> Batch:
         """Normalised floats and labels."""
-        rows = torch.tensor([index for index, _ in keys])
-        images = self.images[rows]
-        if keys[0][1] != EVALUATION and (self.augmentation.flip or self.augmentation.crop_padding):
-            images = self._augment(images, keys)
-        return {"image": (images * self.scale + self.shift).float(), "label": self.labels[rows]}
-
-    def _augment(self, images: Tensor, keys: Keys) -> Tensor:
         rows, draws = torch.tensor(keys).unbind(1)
-        flips, offsets = torch.empty(len(keys), dtype=torch.bool), torch.empty(len(keys), 2, dtype=torch.int64)
+        images = self.images[rows]
+        if draws[0] != EVALUATION and (self.augmentation.flip or self.augmentation.crop_padding):
+            images = self._augment(images, rows, draws)
+        scale, shift = self.normalisation
+        return {"image": (images * scale + shift).float(), "label": self.labels[rows]}
+
+    def _augment(self, images: Tensor, rows: Tensor, draws: Tensor) -> Tensor:
+        flips, offsets = torch.empty(len(rows), dtype=torch.bool), torch.empty(len(rows), 2, dtype=torch.int64)
         for draw in sorted(set(draws.tolist())):
             chosen = draws == draw
             flips[chosen], offsets[chosen] = (of_all[rows[chosen]] for of_all in self._draw(draw))
-        if self.augmentation.flip:
-            images = torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
+        images = torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
         padding = self.augmentation.crop_padding
         if not padding:
             return images
@@ -117,24 +114,21 @@ class Pictures(Samples):
 
     def fetch(self, keys: Keys) -> Batch:
         """Transformed images and labels."""
-        images, labels = zip(*(self._sample(index, draw) for index, draw in keys), strict=True)
+        from torchvision.transforms.functional import to_pil_image
+
+        images, labels = [], []
+        for index, draw in keys:
+            sample = self.split[index]
+            if draw != EVALUATION:
+                # timm's transforms draw from all three sources. The engine seeds its own before every step.
+                number = derive(self.seed, "augmentation", draw, index)
+                random.seed(number)
+                np.random.seed(number % 2**32)
+                torch.manual_seed(number)
+            image = to_pil_image(sample["image"]) if isinstance(sample["image"], Tensor) else sample["image"]
+            images.append(self.transform(to_channels(image, self.channels, place_of(self.split, index))))
+            labels.append(int(sample["label"]))
         return {"image": torch.stack(images), "label": torch.tensor(labels)}
-
-    def _sample(self, index: int, draw: int) -> tuple[Tensor, int]:
-        sample = self.split[index]
-        if draw != EVALUATION:
-            # timm's transforms draw from all three sources. The engine seeds its own before every step.
-            number = derive(self.seed, "augmentation", draw, index)
-            random.seed(number)
-            np.random.seed(number % 2**32)
-            torch.manual_seed(number)
-        image = sample["image"]
-        if isinstance(image, Tensor):
-            from torchvision.transforms.functional import to_pil_image
-
-            image = to_pil_image(image)
-        picture: Any = to_channels(image, self.channels, place_of(self.split, index))
-        return self.transform(picture), int(sample["label"])
 
 
 def picture_transform(
@@ -166,67 +160,65 @@ def picture_transform(
     return transform
 
 
-def _posterize(image: Any, bits: int, **options: Any) -> Any:
+def _posterize(image: Any, bits: int, **_: Any) -> Any:
     """Keep at least one bit; timm asks for 0 at full strength: once a black image, an error in recent Pillow."""
     from timm.data.auto_augment import posterize
 
-    return posterize(image, max(1, bits), **options)
+    return posterize(image, max(1, bits))
 
 
 @register_task(ImageClassificationSettings)
 class ImageClassification(ClassificationTask):
     """Logits against a label."""
 
+    kinds = ("image",)
     auto_class = "AutoModelForImageClassification"
     inputs = "image"
 
     def __init__(self, settings: ImageClassificationSettings, context: TaskContext) -> None:
-        data = context.data
-        context.need_kind(settings.name, "image")
-        self.num_classes = context.need_classes(settings.name)
-        self.settings, self.context = settings, context
-        self.augmentation = context.augmentation
+        super().__init__(settings, context)
+        self.num_classes = self.count_classes()
+        self.augmentation, data = context.augmentation, context.data
         first = data.train[0]["image"]
         height, width = first.shape[-2:] if isinstance(first, Tensor) else reversed(first.size)
         if settings.image_size is None and height != width:
             raise RecipeError(f"{data.name}: images are {height} x {width}; set task.image_size to the side wanted")
-        self.channels = _channels_of(data.train)
         self.size = settings.image_size or width
-        made = self._in_memory() or self._pictures()
-        self.train, self.evaluation, self.test = made["training"], made["evaluation"], made.get("test")
-        self.following = self.augmentation.repeats if self.augmentation.mixes else 0
-
-    def _in_memory(self) -> dict[str, Samples] | None:
-        """Samples of images that fit into memory; None if they do not, or are to be changed one by one."""
-        if self.augmentation.needs_pictures or self.settings.evaluation_crop != 1.0:
-            return None
-        loaded: dict[str, Any] = {}
-        for name, split in self.context.splits.items():
-            what = f"decoding {name} images"
-            images = as_tensor_images(split, size=self.size, channels=self.channels, what=what)
-            if images is None or images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
-                return None
-            loaded[name] = (images, split.labels)
-        scale, shift = normalisation_of(loaded["training"][0])
-        return {
-            name: ImagesInMemory(images, labels, scale, shift, self.augmentation, self.context.seed)
-            for name, (images, labels) in loaded.items()
-        }
-
-    def _pictures(self) -> dict[str, Samples]:
-        first = self.context.data.train[0]["image"]
-        if self.augmentation.crop_padding or (isinstance(first, Tensor) and first.is_floating_point()):
+        # A few are looked at, since some of a set in colour may be grey.
+        few = range(0, len(data.train), max(1, len(data.train) // 16))
+        self.channels = 1 if all(_is_grey(data.train[index]["image"]) for index in few) else 3
+        self.mixes = self.augmentation.mixup > 0 or self.augmentation.cutmix > 0
+        self.following = self.augmentation.repeats if self.mixes else 0
+        images, floats = self._decode(), isinstance(first, Tensor) and first.is_floating_point()
+        if not images and (self.augmentation.crop_padding or floats):
             raise RecipeError(
-                f"{self.context.data.name}: expected images to decode one by one, found normalised floats, or "
+                f"{data.name}: expected images to decode one by one, found normalised floats, or "
                 "augmentation.crop_padding, which works on images in memory. Other augmentations than it and flip, "
                 "task.image_size and task.evaluation_crop go with augmentation.resized_crop"
             )
-        made: dict[str, Samples] = {}
-        for name, split in self.context.splits.items():
+        normalisation = normalisation_of(images["training"]) if images else None
+
+        def make(split: Any, name: str) -> Samples:
+            if normalisation:
+                return ImagesInMemory(images[name], split.labels, normalisation, self.augmentation, self.seed)
             augmentation = self.augmentation if name == "training" else None
-            transform = picture_transform(self.size, self.channels, self.settings.evaluation_crop, augmentation)
-            made[name] = Pictures(split, transform, self.channels, self.context.seed)
-        return made
+            transform = picture_transform(self.size, self.channels, settings.evaluation_crop, augmentation)
+            return Pictures(split, transform, self.channels, self.seed)
+
+        self.set_splits(make)
+
+    def _decode(self) -> dict[str, Tensor]:
+        """Images of each split; none if they do not fit into memory, or are to be changed one by one."""
+        images: dict[str, Tensor] = {}
+        by_timm = {"resized_crop", "rand_augment", "color_jitter", "random_erasing"}
+        if by_timm & self.augmentation.model_dump(exclude_defaults=True).keys() or self.settings.evaluation_crop != 1.0:
+            return images
+        for name, split in self.context.splits.items():
+            found = as_tensor_images(split, size=self.size, channels=self.channels, what=f"decoding {name} images")
+            if found is None or found.shape[-2:] != (self.size, self.size):  # tensors are not resized there
+                return {}
+            images[name] = found
+        return images
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Classes, channels and size."""
@@ -235,13 +227,18 @@ class ImageClassification(ClassificationTask):
         return {"num_labels": self.num_classes, "num_channels": self.channels, "image_size": self.size}
 
     def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
-        """Mixed images and their labels as probabilities, smoothed by `augmentation.label_smoothing`."""
-        if not self.augmentation.mixes:
+        """Images mixed by mixup (arXiv:1710.09412) or CutMix (arXiv:1905.04899), and labels as smoothed probabilities.
+
+        The sample at position p of an update is mixed with the one at p + `repeats`, cyclically: the next image, not
+        another view of the same one. What is drawn for it follows from the seed, the step and p, so that any number of
+        processes and accumulated parts mix an update alike.
+        """
+        if not self.mixes:
             return batch
         image, label, repeats = batch["image"], batch["label"], self.augmentation.repeats
         size = len(label) - repeats
         height, width = image.shape[-2:]
-        seeds = [derive(self.context.seed, "mixing", step, part * size + row) for row in range(size)]
+        seeds = [derive(self.seed, "mixing", step, part * size + row) for row in range(size)]
         weights, boxes = zip(*(draw_mixing(self.augmentation, (height, width), seed) for seed in seeds), strict=True)
         weight = torch.tensor(weights, dtype=torch.float32, device=image.device)[:, None]
         top, bottom, left, right = torch.tensor(boxes, device=image.device).view(-1, 4, 1, 1, 1).unbind(1)
@@ -259,7 +256,7 @@ class ImageClassification(ClassificationTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy, with label smoothing unless mixing has smoothed already."""
-        smoothing = 0.0 if self.augmentation.mixes else self.augmentation.label_smoothing
+        smoothing = 0.0 if self.mixes else self.augmentation.label_smoothing
         return cross_entropy(self.logits(model, batch), batch["label"], reduction="sum", label_smoothing=smoothing)
 
 
@@ -277,21 +274,8 @@ def normalisation_of(images: Tensor) -> tuple[Tensor, Tensor]:
     return 1 / 255 / std, -mean.float() / std
 
 
-def _channels_of(split: Dataset) -> Literal[1, 3]:
-    """1 if the images are grey; a few are looked at, since some of a set in colour may be."""
-    for index in range(0, len(split), max(1, len(split) // 16)):
-        image = split[index]["image"]
-        one = image.shape[0] == 1 if isinstance(image, Tensor) else len(image.getbands()) == 1 and image.mode != "P"
-        if not one:
-            return 3
-    return 1
-
-
-# Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) work sample by sample. The sample at position p of an update is
-# mixed with the one at position p + `repeats`, cyclically: the next image of the order, never another view of the same
-# one (unless an update has only one image). What is drawn for it (mixup or CutMix, the weight, the box) follows from
-# the seed, the step and p. So an update of any size, even or odd, is mixed in the same way whatever number of processes
-# and accumulated parts shares it: the plan of the updates hands each part the `repeats` samples that follow it.
+def _is_grey(image: Any) -> bool:
+    return len(image) == 1 if isinstance(image, Tensor) else len(image.getbands()) == 1 and image.mode != "P"
 
 
 def draw_mixing(

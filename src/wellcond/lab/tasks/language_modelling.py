@@ -1,12 +1,13 @@
-"""Causal language modelling: cross entropy of the next token, perplexity, samples of text."""
+"""Causal and masked language modelling: cross entropy of the next or of hidden tokens, perplexity, samples of text."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,12 +17,15 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import is_sharded
+from wellcond.attention.distributed import is_sharded, unwrap
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.text import TokenStream, open_token_stream
+from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
+    EVALUATION,
     IGNORED,
     Batch,
     ClassificationTask,
@@ -35,8 +39,7 @@ from wellcond.lab.tasks.base import (
 )
 from wellcond.lab.tokenizers import Tokenizer, TokenizerChoice, make_tokenizer
 
-PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 10, 60, 0.8
-"""Of the samples of text in a record."""
+PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 10, 60, 0.8  # of the samples of text in a record
 
 
 class LanguageModellingSettings(Settings):
@@ -59,24 +62,27 @@ class TokenStreamTask(ClassificationTask):
     """Labels are tokens of a text: all documents of a split are joined and cut into blocks."""
 
     metric = Metric("perplexity", higher_is_better=False)
+    kinds = ("text",)
     tokenizer: Tokenizer
 
-    def __init__(self, settings: Any, context: TaskContext, length: int) -> None:
-        data, self.length, self.seed = context.data, length, context.seed
-        context.need_kind(settings.name, "text")
-        what = f"{data.name}, training split"
-        self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
-        samples = {}
-        for name, split in context.splits.items():
-            what, limit = f"{data.name}, {name} split", settings.limit_tokens if name == "training" else None
-            stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
-            samples[name] = self.blocks(stream, training=name == "training")
-            if not len(samples[name]):
-                raise RecipeError(
-                    f"{what}: expected at least one block of {length} tokens and what is predicted from it, found "
-                    f"{len(stream)} tokens"
-                )
-        self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
+    def __init__(self, settings: Any, context: TaskContext) -> None:
+        super().__init__(settings, context)
+        self.length: int = settings.context if settings.name == "language_modelling" else settings.length
+        what = f"{self.data.name}, training split"
+        self.tokenizer = make_tokenizer(settings.tokenizer, self.data.train, what, context.base)
+        self.set_splits(self._cut)
+
+    def _cut(self, split: Dataset, name: str) -> Samples:
+        what, training = f"{self.data.name}, {name} split", name == "training"
+        limit = self.settings.limit_tokens if training else None
+        stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
+        samples = self.blocks(stream, training=training)
+        if not len(samples):
+            raise RecipeError(
+                f"{what}: expected at least one block of {self.length} tokens and what is predicted from it, found "
+                f"{len(stream)} tokens"
+            )
+        return samples
 
     @abstractmethod
     def blocks(self, stream: TokenStream, *, training: bool) -> Samples:
@@ -123,18 +129,14 @@ class LanguageModelling(TokenStreamTask):
 
     auto_class = "AutoModelForCausalLM"
 
-    def __init__(self, settings: LanguageModellingSettings, context: TaskContext) -> None:
-        super().__init__(settings, context, settings.context)
-
     def blocks(self, stream: TokenStream, *, training: bool) -> TokenBlocks:
         """Only in training a last block that is not full is left out."""
         return TokenBlocks(stream, self.length, rest=not training)
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, context, and the token that ends a document."""
-        end, size = self.tokenizer.document_end, self.tokenizer.vocabulary_size
-        ends = {"bos_token_id": end, "eos_token_id": end}
-        return {"vocab_size": size, "max_position_embeddings": self.length, **ends}
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), self.tokenizer.document_end)
+        return {"vocab_size": self.tokenizer.vocabulary_size, "max_position_embeddings": self.length, **ends}
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Of every token."""
@@ -151,11 +153,7 @@ class LanguageModelling(TokenStreamTask):
         return {name: value.double() for name, value in sums.items()}
 
     def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
-        """Nats per token and perplexity; perplexity per word and bits per byte of the text.
-
-        The last two compare models with different tokenisers: the loss of all tokens, those that end documents among
-        them, is divided by the words, separated by white space, and the bytes of the text that was tokenised.
-        """
+        """Nats and perplexity per token; perplexity per word (by white space) and bits per byte, for any tokeniser."""
         loss = sums["loss"] / sums["count"]
         return {
             "loss": loss,
@@ -169,14 +167,14 @@ class LanguageModelling(TokenStreamTask):
         tokens, end = self.probe(1)["input_ids"][0].tolist(), self.tokenizer.document_end
         opening = self.tokenizer.decode(list(itertools.takewhile(lambda token: token != end, tokens))[:PROMPT_TOKENS])
         opening = opening.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character, where tokens are bytes
-        return [self._sample(model, prompt) for prompt in (opening, "")]
-
-    def _sample(self, model: nn.Module, prompt: str) -> dict[str, str]:
-        try:
-            return {"prompt": prompt, "text": generate_text(model, self.tokenizer, prompt, context=self.length)}
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            # A model may take no sequences but whole blocks; the run is still valid.
-            return {"prompt": prompt, "problem": f"{type(error).__name__}: {error}"}
+        samples = [{"prompt": opening}, {"prompt": ""}]
+        for sample in samples:
+            try:
+                sample["text"] = generate_text(model, self.tokenizer, sample["prompt"], context=self.length)
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+                # A model may take no sequences but whole blocks; the run is still valid.
+                sample["problem"] = f"{type(error).__name__}: {error}"
+        return samples
 
 
 def perplexity(nats: float) -> float:
@@ -187,11 +185,10 @@ def perplexity(nats: float) -> float:
 def generate_text(
     model: nn.Module, tokenizer: Tokenizer, prompt: str, num_tokens: int = SAMPLE_TOKENS, *, context: int
 ) -> str:
-    """The prompt and what the model writes behind it, up to the end of the document; the same every time.
+    """The prompt and what the model, which sees the last `context` tokens, writes behind it, up to the document's end.
 
-    The model is always run `num_tokens` times: where its weights are sharded, processes wait for each other. It sees
-    the last `context` tokens. Tokens are drawn on the CPU, so that every device draws the same; mode and global random
-    state are as before afterwards.
+    The model is always run `num_tokens` times: where its weights are sharded, processes wait for each other. Tokens
+    are drawn on the CPU, so that every device draws the same, without the global random state.
     """
     end = tokenizer.document_end
     given = [end, *(int(id) for id in tokenizer.encode_batch([prompt])[0])]
@@ -204,11 +201,135 @@ def generate_text(
         for _ in range(num_tokens):
             output = model(input_ids=torch.tensor([tokens[-context:]], device=device), use_cache=False)
             logits = logits_of(output)[0, -1].double().cpu()
-            # The place where the cumulative chances pass a uniform number: a change of the logits by rounding moves the
-            # borders between tokens by as little, so that a folded model draws the same text but for a very rare draw
-            # at a border. A model may have more embeddings than there are tokens.
+            # Where the cumulative chances pass a uniform number: rounding of the logits moves the borders between
+            # tokens by as little, so that a folded model draws the same text. There may be more embeddings than tokens.
             chances = (logits[: tokenizer.vocabulary_size] / TEMPERATURE).softmax(0).cumsum(0)
             drawn = torch.rand((), generator=generator, dtype=torch.float64) * chances[-1]
             tokens.append(min(int(torch.searchsorted(chances, drawn, right=True)), len(chances) - 1))
     written = tokens[len(given) :]
     return tokenizer.decode(given + (written[: written.index(end)] if end in written else written))
+
+
+# Masked language modelling. Which tokens are hidden, and behind what, is a pure function of seed, sample and draw.
+
+Words = NDArray[np.uint64]
+MASKED, HIDDEN, RANDOM = 0.25, 0.8, 0.1
+"""Share of the tokens of every sequence that are masked; of these, shares that become [MASK] and that become a random
+token; the others stay. As in the release of Crammed BERT, they are exact in every sequence, not only on average."""
+
+
+class MaskedLanguageModellingSettings(Settings):
+    """Options of the task."""
+
+    name: Literal["masked_language_modelling"] = "masked_language_modelling"
+    length: Annotated[SequenceLength, Field(ge=2)] = 128
+    """Tokens of a sequence; documents follow each other, and a sequence may hold the end of one and the next."""
+    tokenizer: TokenizerChoice = "bytes"
+    limit_tokens: PositiveInt | None = None
+    """Train on the text up to the document in which so many tokens are reached; null: all."""
+
+
+# SplitMix64 (Steele, Lea, Flood 2014): number n of the stream of a seed s is mix(s + n * gamma), any n at once.
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(words: Words) -> Words:
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def random_words(seed: int, keys: Keys, count: int) -> Words:
+    """`count` random 64-bit numbers for each key, (keys, count), the same whatever other keys there are."""
+    sample, draw = np.array(keys, dtype=np.int64).astype(np.uint64).T
+    start = _mix(_mix(np.uint64(seed) + _GAMMA * sample) + _GAMMA * draw)
+    return _mix(start[:, None] + _GAMMA * np.arange(1, count + 1, dtype=np.uint64))
+
+
+def _number_masked(ordinary: NDArray[Any]) -> NDArray[np.int64]:
+    """Of so many tokens that are not special: a share, rounded, but at least one."""
+    return np.minimum(np.maximum(np.rint(MASKED * ordinary).astype(np.int64), 1), ordinary)
+
+
+class MaskedBlocks(Samples):
+    """Sequences with other tokens hidden in every epoch, and always the same in evaluation; special ones never are."""
+
+    def __init__(
+        self, stream: TokenStream, length: int, *, mask: int, special: Sequence[int], vocabulary: int, seed: int
+    ) -> None:
+        self.stream, self.length, self.mask_token = stream, length, mask
+        self.is_special = np.zeros(vocabulary, dtype=bool)
+        self.is_special[[mask, *special]] = True
+        self.ordinary = np.flatnonzero(~self.is_special)
+        # Every seed is evaluated on the same masked tokens.
+        self.seeds = derive(seed, "masking"), derive(0, "masking for evaluation")
+
+    def __len__(self) -> int:
+        return len(self.stream) // self.length  # a rest that is shorter is left out
+
+    def fetch(self, keys: Keys) -> Batch:
+        """What `hide` makes of the sequences."""
+        places = np.array([index for index, _ in keys])[:, None] * self.length + np.arange(self.length)
+        return self.hide(tokens_at(self.stream, places).numpy(), keys)
+
+    def hide(self, tokens: NDArray[np.int64], keys: Keys) -> Batch:
+        """`input_ids` (sequences, length) with masked tokens, their `positions` (sequences, most that are masked).
+
+        `label` is what stood there; a sequence with fewer has label -100 in the rest.
+        """
+        length = tokens.shape[1]
+        most = int(_number_masked(np.array(length)))
+        training, evaluation = self.seeds  # batches do not mix the two
+        words = random_words(evaluation if keys[0][1] == EVALUATION else training, keys, length + most)
+        special = self.is_special[tokens]
+        # The smallest of as many random numbers as there are tokens choose without bias, and in a random order.
+        ranks = np.where(special, np.iinfo(np.uint64).max, words[:, :length])
+        positions = ranks.argsort(axis=1, kind="stable")[:, :most]
+        chosen = np.take_along_axis(tokens, positions, axis=1)
+        number = _number_masked(length - special.sum(axis=1))[:, None]
+        place = np.arange(most)
+        hidden, replaced = (np.rint(share * number) for share in (HIDDEN, HIDDEN + RANDOM))
+        drawn = self.ordinary[words[:, length:] % np.uint64(len(self.ordinary))]
+        seen = np.where(place < hidden, self.mask_token, np.where(place < replaced, drawn, chosen))
+        masked = tokens.copy()
+        np.put_along_axis(masked, positions, seen, axis=1)
+        batch = {"input_ids": masked, "positions": positions, "label": np.where(place < number, chosen, IGNORED)}
+        return {name: torch.from_numpy(np.ascontiguousarray(values, np.int64)) for name, values in batch.items()}
+
+
+@register_task(MaskedLanguageModellingSettings)
+class MaskedLanguageModelling(TokenStreamTask):
+    """Hidden tokens."""
+
+    auto_class = "AutoModelForMaskedLM"
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens; a tokeniser without a mask gets one behind its own."""
+        return self.tokenizer.vocabulary_size + ("mask" not in self.tokenizer.special)
+
+    def blocks(self, stream: TokenStream, *, training: bool) -> MaskedBlocks:
+        """Masked alike in every split."""
+        special, size = list(self.tokenizer.special.values()), self.vocabulary
+        mask = self.tokenizer.special.get("mask", size - 1)
+        return MaskedBlocks(stream, self.length, mask=mask, special=special, vocabulary=size, seed=self.seed)
+
+    def model_arguments(self, kind: str) -> dict[str, Any]:
+        """Vocabulary, longest sequence and the padding token."""
+        length = "length" if kind == "wellcond" else "max_position_embeddings"
+        return {"vocab_size": self.vocabulary, length: self.length, "pad_token_id": self.tokenizer.special.get("pad")}
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Of the places to guess, those of one sequence after the other."""
+        tokens, positions = batch["input_ids"], batch["positions"]
+        rows, length = tokens.shape
+        flat = (positions + length * torch.arange(rows, device=tokens.device)[:, None]).flatten()
+        # A model that takes them computes no others: the product with the vocabulary is a large part of a step.
+        if "positions" in inspect.signature(type(unwrap(model)).forward).parameters:
+            return logits_of(model(input_ids=tokens, positions=flat))
+        return logits_of(model(input_ids=tokens)).flatten(0, 1)[flat]
+
+    def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
+        """Mean loss of a hidden token, its exponential, and the share of right guesses."""
+        means = super().metrics(sums, samples)
+        return {"loss": means["loss"], "perplexity": perplexity(means["loss"]), "masked_accuracy": means["accuracy"]}

@@ -16,10 +16,7 @@ from wellcond.lab.data.text import text_columns
 from wellcond.lab.settings import ImageSide, RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import Batch, ClassificationTask, Keys, Samples, TaskContext, register_task
 
-PADDING = 0
-"""Models neither attend to it nor embed it; every other token is shifted by one to make room for it."""
-BYTES, LEVELS = 257, 256
-"""Vocabularies of text and of grey pixels."""
+PADDING = 0  # which models do not attend to; every other token is shifted by one to make room for it
 ROWS_AT_ONCE = 4096
 
 
@@ -28,15 +25,13 @@ class SequenceClassificationSettings(Settings):
 
     name: Literal["sequence_classification", "pair_classification"] = "sequence_classification"
     length: SequenceLength | None = None
-    """Longer texts are cut to it, longer sequences of tokens are an error: an expression cut in two has another value.
-    Needed for text, the length of the data for tokens; images have `image_size`."""
+    """Needed for text, which is cut to it; of tokens that of the data by default, and more are an error."""
     pad_to: SequenceLength | None = None
     """Sequences are padded to it; to `length` by default."""
     image_size: ImageSide | None = None
     """Side in pixels that images are resized to; their own by default."""
     black: Literal["masked", "visible"] = "masked"
-    """Whether pixels of value 0 are masked like padding, as in the release of the Long Range Arena. Visible pixels
-    have a token more."""
+    """Whether pixels of value 0 are masked like padding, as in the release of the Long Range Arena."""
 
 
 class PairClassificationSettings(SequenceClassificationSettings):
@@ -52,8 +47,7 @@ class Sequences(Samples):
     tokens: Mapping[str, Tensor]
     """By the prefix of their names in a batch, (samples, tokens)."""
     labels: Tensor
-    width: int
-    """That a batch is padded to."""
+    width: int  # that a batch is padded to
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -73,43 +67,40 @@ class Sequences(Samples):
 class SequenceClassification(ClassificationTask):
     """Logits of a sequence against its label."""
 
-    prefixes: ClassVar[tuple[str, ...]] = ("",)
-    """Of the sequences of a sample, in the names of a batch."""
     kinds: ClassVar[tuple[str, ...]] = ("text", "tokens", "image")
     auto_class: ClassVar[str | None] = "AutoModelForSequenceClassification"
+    prefixes: ClassVar[tuple[str, ...]] = ("",)
+    """Of the sequences of a sample, in the names of a batch."""
 
     def __init__(self, settings: SequenceClassificationSettings, context: TaskContext) -> None:
-        self.settings, self.context = settings, context
-        self.num_classes = context.need_classes(settings.name)
-        context.need_kind(settings.name, *self.kinds)
+        super().__init__(settings, context)
+        self.num_classes = self.count_classes()
         self.inputs = [f"{prefix}{name}" for prefix in self.prefixes for name in ("input_ids", "attention_mask")]
         self.vocabulary, self.length = self._sizes()
         self.width = settings.pad_to or self.length
         if self.width < self.length:
             raise RecipeError(
-                f"task.pad_to: expected at least the {self.length} tokens of {context.data.name}, found {self.width}"
+                f"task.pad_to: expected at least the {self.length} tokens of {self.data.name}, found {self.width}"
             )
-        encode = {"text": self._texts, "tokens": self._tokens, "image": self._pixels}[context.data.kind]
-        samples = {}
-        for name, split in context.splits.items():
-            assert split.labels is not None  # there are classes
-            tokens = encode(split, f"{context.data.name}, {name} split")
-            samples[name] = Sequences(tokens, split.labels, self.width)
-        self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
+        self.set_splits(self._sequences)
+
+    def _sequences(self, split: Any, name: str) -> Sequences:
+        encode = {"text": self._texts, "tokens": self._tokens, "image": self._pixels}[self.data.kind]
+        return Sequences(encode(split, f"{self.data.name}, {name} split"), split.labels, self.width)
 
     def _sizes(self) -> tuple[int, int]:
         """Tokens that there are, and the most in a sequence."""
-        data, settings = self.context.data, self.settings
+        data, settings = self.data, self.settings
         if data.kind == "text":
             if settings.length is None:
                 raise RecipeError(f"{settings.name} of text: expected task.length, for instance 256")
-            return BYTES, settings.length
+            return 1 + 256, settings.length
         if data.kind == "tokens":
             longest = max(len(split[0]["tokens"]) for split in self.context.splits.values())
             return 1 + (data.vocabulary_size or 0), settings.length or longest
         first = data.train[0]["image"]
         height, width = first.shape[-2:] if isinstance(first, Tensor) else first.size
-        return LEVELS + (settings.black == "visible"), (settings.image_size or height) * (settings.image_size or width)
+        return 256 + (settings.black == "visible"), (settings.image_size or height) * (settings.image_size or width)
 
     def _texts(self, split: Dataset, what: str) -> dict[str, Tensor]:
         """Bytes in UTF-8, half a surrogate pair as its three bytes."""
@@ -133,23 +124,20 @@ class SequenceClassification(ClassificationTask):
     def _tokens(self, split: Any, what: str) -> dict[str, Tensor]:
         """Tokens; -1 at the end of a row is padding."""
         tokens, largest = split.inputs, self.vocabulary - 2
-        for start in range(0, len(tokens), ROWS_AT_ONCE):
-            rows = tokens[start : start + ROWS_AT_ONCE]
+        for part, rows in enumerate(tokens.split(ROWS_AT_ONCE)):
             inside = torch.arange(rows.shape[1]) < (rows >= 0).sum(1, keepdim=True).clamp(max=self.length)
-            wrong = torch.where(inside, (rows < 0) | (rows > largest), rows != -1).any(1).nonzero()
-            if len(wrong):
-                found = rows[int(wrong[0])]
+            wrong = torch.where(inside, (rows < 0) | (rows > largest), rows != -1).any(1)
+            for row in wrong.nonzero().flatten().tolist():
+                found = rows[row]
                 raise RecipeError(
-                    f"{what}, row {start + int(wrong[0])} (the first is 0): expected at most {self.length} tokens "
+                    f"{what}, row {part * ROWS_AT_ONCE + row} (the first is 0): expected at most {self.length} tokens "
                     f"(task.length) from 0 to {largest}, and then only -1, as padding; found {int((found >= 0).sum())} "
                     f"from {int(found.min())} to {int(found.max())}"
                 )
-        small = self.vocabulary < 2**15
-        return {"": tokens[:, : self.length].to(torch.int16 if small else torch.int64) + 1}
+        return {"": tokens[:, : self.length].to(torch.int16 if self.vocabulary < 2**15 else torch.int64) + 1}
 
     def _pixels(self, split: Dataset, what: str) -> dict[str, Tensor]:
         """Grey pixels 0 to 255 of every image, (n, height * width), row by row."""
-        # Colour becomes grey as by PIL's convert("L"); its bilinear filter averages when it shrinks.
         images = as_tensor_images(split, channels=1, size=self.settings.image_size, resampling="bilinear")
         if images is None or images.is_floating_point() or images[0].numel() != self.length:
             raise RecipeError(

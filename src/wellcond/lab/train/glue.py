@@ -12,8 +12,8 @@ from wellcond.files import write_atomically
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.glue import HUB_ID, NAMES, TASKS, with_marks
-from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
+from wellcond.lab.tasks.glue import COLUMNS, HUB_ID, NAMES, REGRESSION, with_marks
+from wellcond.lab.tasks.language_modelling import MaskedLanguageModellingSettings
 from wellcond.lab.tokenizers import TrainedTokenizer, make_tokenizer, read_tokenizer
 from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.prepare import load_cached_data
@@ -64,7 +64,7 @@ def glue_recipe(record: dict[str, Any], tokenizer: Path, name: str, limit: int |
 
     `limit` is the largest number of rows of a split; None: 3,000 at scale tiny, all at others; 0: all.
     """
-    config, task = record["config"], TASKS[name]
+    config, columns = record["config"], COLUMNS[name]
     model, length = config["model"], config["task"]["length"]
     size = TINY if config["scale"] == "tiny" else AS_PUBLISHED
     rows = size["rows"] if limit is None else limit or None
@@ -84,9 +84,9 @@ def glue_recipe(record: dict[str, Any], tokenizer: Path, name: str, limit: int |
             "evaluation_split": "validation_matched" if name == "mnli" else "validation",
             "limit_train": rows,
             "limit_evaluation": rows,
-            "input": task.columns[0] if len(task.columns) == 1 else list(task.columns),
+            "input": columns[0] if len(columns) == 1 else list(columns),
             "label": "label",
-            "label_kind": "number" if task.classes is None else "class",
+            "label_kind": "number" if name == REGRESSION else "class",
         },
         "model": {
             "name": model["name"] + "_classifier" * crammed,  # those of transformers keep their name

@@ -73,7 +73,6 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
             data = load_cached_data(parts[1], base)
             context = TaskContext(data, seed, recipe.augmentation, base, with_test)
             _KEPT[key] = TASKS[recipe.task.model_dump()["name"]][1](recipe.task, context)
-        _KEPT[key].data = data
     return _KEPT[key]
 
 

@@ -6,7 +6,7 @@ import base64
 import contextlib
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import NonNegativeInt
@@ -19,7 +19,6 @@ from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Metric, Tas
 from wellcond.lab.tasks.detection.samples import (
     DetectionAugmentation,
     DetectionSamples,
-    from_mask,
     import_pycocotools,
     targets_of,
     to_rle,
@@ -29,10 +28,8 @@ KINDS = {"bbox": ("box", "bbox"), "segm": ("mask", "segmentation")}
 """Of pycocotools: how the metrics of each begin here, and where a result has what is judged."""
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 """In the order of pycocotools: over all overlaps, at 0.5, at 0.75; of small, medium and large objects."""
-LONGEST, QUALITY = 256, 80
-"""Longer side in pixels and quality of the JPEG in a record."""
-SHOWN, MOST, LEAST_SCORE = 4, 20, 0.05
-"""Evaluation images whose detections a run records; so many of each at most, of this score at least."""
+SHOWN, LONGEST, QUALITY, MOST, LEAST_SCORE = 4, 256, 80, 20, 0.05
+"""Evaluation images that a run records, as JPEG of this longer side and quality; its detections, of this score."""
 
 
 class DetectionSettings(Settings):
@@ -51,32 +48,30 @@ class Detection(AbstractTask):
     """Mask R-CNN's losses, and the average precision of boxes and masks."""
 
     metric = Metric("box_AP", percent=True)
+    kinds = ("detection",)
     inputs = "images"
-    can_be_sharded: ClassVar[bool] = False  # evaluation computes image by image, and one process may have one more
+    can_be_sharded = False  # evaluation computes image by image, and one process may have one more
     train: DetectionSamples
     evaluation: DetectionSamples
 
     def __init__(self, settings: DetectionSettings, context: TaskContext) -> None:
-        context.need_kind(settings.name, "detection")
-        self.num_classes = context.need_classes(settings.name)
+        super().__init__(settings, context)
+        self.num_classes = self.count_classes()
         for name in context.augmentation.model_dump(exclude_defaults=True):
             raise RecipeError(f"augmentation.{name}: it moves no boxes; the augmentation of detection is task.images")
-        data, images, self.seed = context.data, settings.images, context.seed
-        self.class_names, self.category_ids = data.class_names or (), data.train.category_ids  # type: ignore[attr-defined]
-        self.train, self.evaluation = (
-            DetectionSamples(split, images, context.seed)  # type: ignore[arg-type]
-            for split in (data.train, data.evaluation)
-        )
+        self.set_splits(self._samples)
+        self.category_ids = self.train.split.category_ids
         if settings.score_train:
             scored = self.train.split.take(torch.arange(min(settings.score_train, len(self.train))))
-            self.further = {"train": DetectionSamples(scored, images, context.seed)}
+            self.further = {"train": self._samples(scored)}
+
+    def _samples(self, split: Any, name: str = "") -> DetectionSamples:
+        return DetectionSamples(split, self.settings.images, self.seed)
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Classes."""
         if kind != "wellcond":
-            raise RecipeError(
-                f"model.name: detection needs wellcond:mask_rcnn, on a backbone of timm; found a {kind} model"
-            )
+            raise RecipeError(f"model.name: detection needs wellcond:mask_rcnn, found a {kind} model")
         return {"num_classes": self.num_classes}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -121,9 +116,9 @@ class Detection(AbstractTask):
     def write_samples(self, model: nn.Module) -> list[dict[str, Any]]:
         """What a model finds in the first evaluation images, beside the truth, as plain data to draw a report from.
 
-        Returns: Of each image `image_id`, `file_name`, `size`, `jpeg` in base 64, `truth` and `predictions`. Both are
-            lists of `bbox` [x, y, width, height] in pixels of `size` (height, width), `category` and `segmentation` as
-            compressed run lengths; predictions also have a `score`, the best first.
+        Of each image `image_id`, `file_name`, `size`, `jpeg` in base 64, and as `truth` and `predictions` lists of
+        `bbox` [x, y, width, height] in pixels of `size` (height, width), `category` and `segmentation` as compressed
+        run lengths; predictions also have a `score`, the best first.
         """
         with evaluating(model):
             return [self._describe(model, index) for index in range(min(SHOWN, len(self.evaluation)))]
@@ -135,64 +130,53 @@ class Detection(AbstractTask):
         [found] = model(images, batch["sizes"], original_sizes=batch["original_sizes"])
         results = to_results(found, example["image_id"], self.category_ids)
         best = sorted((row for row in results if row["score"] >= LEAST_SCORE), key=lambda row: -row["score"])[:MOST]
-        names = dict(zip(self.category_ids, self.class_names, strict=True))
-        truth = [row for row in split.annotations[index] if not row["iscrowd"]]
+        small, file = example["image"].copy(), io.BytesIO()
+        small.thumbnail((LONGEST, LONGEST), import_pil().Resampling.BILINEAR)
+        small.save(file, "JPEG", quality=QUALITY)
+        names = {category["id"]: category["name"] for category in split.categories}
+
+        def shown(row: Mapping[str, Any]) -> dict[str, Any]:
+            box = [round(float(number), 2) for number in row["bbox"]]
+            segmentation = to_rle(row["segmentation"], *example["size"])
+            return {"bbox": box, "category": names[row["category_id"]], "segmentation": segmentation}
+
         return {
             "image_id": example["image_id"],
             "file_name": split.images[index]["file_name"],
             "size": list(example["size"]),
-            "jpeg": _jpeg(example["image"]),
-            "truth": [_shown(row, names, to_rle(row["segmentation"], *example["size"])) for row in truth],
-            "predictions": [
-                _shown(row, names, row["segmentation"]) | {"score": round(row["score"], 4)} for row in best
-            ],
+            "jpeg": base64.b64encode(file.getvalue()).decode("ascii"),
+            "truth": [shown(row) for row in split.annotations[index] if not row["iscrowd"]],
+            "predictions": [shown(row) | {"score": round(row["score"], 4)} for row in best],
         }
 
 
-def _shown(row: Mapping[str, Any], names: Mapping[int, str], segmentation: dict[str, Any]) -> dict[str, Any]:
-    box = [round(float(number), 2) for number in row["bbox"]]
-    return {"bbox": box, "category": names[row["category_id"]], "segmentation": segmentation}
-
-
-def _jpeg(picture: Any) -> str:
-    small = picture.copy()
-    small.thumbnail((LONGEST, LONGEST), import_pil().Resampling.BILINEAR)
-    file = io.BytesIO()
-    small.save(file, "JPEG", quality=QUALITY)
-    return base64.b64encode(file.getvalue()).decode("ascii")
-
-
-# COCO's official evaluation, by pycocotools
-
-
 def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequence[int]) -> list[dict[str, Any]]:
-    """Detections in an image, in COCO's format of results.
+    """Detections in an image, in COCO's format of results, but for those of a diverged model that are not finite.
 
-    A detection whose score or box is not finite, as a diverged model has them, is none and is left out. In pixels of
-    the original image, `boxes` (n, 4) are x0, y0, x1, y1 and `masks` (n, 1, h, w), cut at 0.5. `labels` are from 1;
-    the first of `category_ids` is COCO's id of label 1.
+    In pixels of the original image, `boxes` (n, 4) are x0, y0, x1, y1 and `masks` (n, 1, h, w), cut at 0.5. `labels`
+    are from 1; the first of `category_ids` is COCO's id of label 1.
     """
     boxes, scores = found["boxes"].detach().double().cpu(), found["scores"].detach().double().cpu()
     results = []
     for row in (boxes.isfinite().all(1) & scores.isfinite()).nonzero().flatten().tolist():
         left, top, right, bottom = boxes[row].tolist()
+        mask = found["masks"][row, 0] >= 0.5
         results.append(
             {
                 "image_id": image_id,
                 "category_id": category_ids[int(found["labels"][row]) - 1],
                 "bbox": [left, top, right - left, bottom - top],
                 "score": float(scores[row]),
-                "segmentation": from_mask(found["masks"][row, 0] >= 0.5),
+                "segmentation": to_rle(mask, *mask.shape),
             }
         )
     return results
 
 
 def evaluate(ground_truth: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Average precision of results, as shares of 1, in all images of the ground truth, the content of a COCO file.
+    """`box_AP`, `box_AP50`, ..., `mask_APl` as shares of 1, in all images of the ground truth (a COCO file's content).
 
-    Returns: `box_AP`, `box_AP50`, `box_AP75`, `box_APs`, `box_APm`, `box_APl`, and the same of `mask`. Where there is
-        nothing to find, as without small objects, pycocotools says -1; that number is left out.
+    Where there is nothing to find, as without small objects, pycocotools says -1; that number is left out.
     """
     library = import_pycocotools()
     metrics: dict[str, float] = {}

@@ -21,10 +21,7 @@ from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, read_image, to_channels
 from wellcond.run_lengths import read_counts
 
-SMALLEST_SIDE = 1.0
-"""Of a box that is trained on, in pixels."""
-POLYGON_NUMBERS = 6
-"""Of a triangle: fewer enclose nothing, and pycocotools refuses them or takes them for something else."""
+SMALLEST_SIDE = 1.0  # of a box that is trained on, in pixels
 Segmentation = list[list[float]] | dict[str, Any]
 """Polygons [x0, y0, x1, y1, ...], or run lengths: `size`, and `counts` of equal pixels, column by column, background
 first, as a list or as COCO's text."""
@@ -47,37 +44,6 @@ EXPECTED = {
     "annotations": "id, image_id and category_id of the file, iscrowd, area, bbox [x, y, width, height], and as "
     "segmentation polygons [[x, y, x, y, ...], ...] of three points or more, or run lengths that fill the image",
 }
-
-
-def read_coco(path: Path, *, training: bool) -> dict[str, list[dict[str, Any]]]:
-    """Images, annotations and categories of a file of instances.
-
-    Raises: DataError for a file that is none, and for the first entry that is not as COCO describes it.
-    """
-    known: dict[str, dict[int, Any]] = {}
-    part, where = "categories", "the file"
-    try:
-        content = json.loads(path.read_bytes())
-        for part in EXPECTED:
-            known[part], where = {}, part
-            for row, entry in enumerate(content[part]):
-                where = f"{part}, entry {row} (the first is 0)"
-                field = _wrong_field(part, entry, known, training=training)
-                if not isinstance(entry["id"], int) or entry["id"] in known[part]:
-                    field = "id"
-                if field:
-                    raise ValueError(f"{field} {reprlib.repr(entry[field])}")
-                known[part][entry["id"]] = entry
-            if not known[part] and part != "annotations":
-                raise ValueError("no entries")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(
-            f"{path}: these are no COCO instances.",
-            expected=EXPECTED[part],
-            found=f"{where}: {error}" if isinstance(error, ValueError) else f"{where}: {error!r}",
-            todo="Correct or remove the entry, or give a file such as instances_train2017.json.",
-        ) from error
-    return {part: list(entries.values()) for part, entries in known.items()}
 
 
 def _wrong_field(part: str, entry: Any, known: Mapping[str, Mapping[int, Any]], *, training: bool) -> str:
@@ -108,8 +74,8 @@ def _wrong_field(part: str, entry: Any, known: Mapping[str, Mapping[int, Any]], 
 
 
 def enclosing(mask: Any) -> Any:
-    """A mask without polygons of fewer than three points."""
-    return [polygon for polygon in mask if len(polygon) >= POLYGON_NUMBERS] if isinstance(mask, list) else mask
+    """A mask without polygons of fewer than three points, which pycocotools refuses or takes for something else."""
+    return [polygon for polygon in mask if len(polygon) >= 6] if isinstance(mask, list) else mask
 
 
 def why_left_out(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> str:
@@ -127,16 +93,15 @@ def why_left_out(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> str
 class CocoDataset:
     """Images with their objects; files are opened when asked for.
 
-    An example has `image` (PIL, RGB), `image_id`, `size` (height, width) and what `objects` gives; `ground_truth`
-    has all annotations.
+    An example has `image` (PIL, RGB), `image_id`, `size` (height, width) and of what there is to learn from in it
+    `boxes` float32 (n, 4) x0, y0, x1, y1 within the image (a pixel at column c covers c to c + 1), `labels` int64 (n,)
+    from 1 and `segmentations`; `ground_truth` has all annotations.
     """
 
     folder: Path
     images: Sequence[Mapping[str, Any]]
-    annotations: Sequence[Sequence[Mapping[str, Any]]]
-    """Of each image."""
-    categories: Sequence[Mapping[str, Any]]
-    """In the order of the labels."""
+    annotations: Sequence[Sequence[Mapping[str, Any]]]  # of each image
+    categories: Sequence[Mapping[str, Any]]  # in the order of the labels
     labels: None = None
 
     @property
@@ -146,7 +111,7 @@ class CocoDataset:
 
     @property
     def ground_truth(self) -> dict[str, Any]:
-        """The annotations of these images as COCO's own content of a file, for evaluation."""
+        """The annotations of these images as content of a COCO file, for evaluation."""
         annotations = [dict(annotation) for group in self.annotations for annotation in group]
         return {"images": [*self.images], "annotations": annotations, "categories": [*self.categories]}
 
@@ -154,6 +119,8 @@ class CocoDataset:
         return len(self.images)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        from torchvision.ops import clip_boxes_to_image  # an extra, which other tasks do without
+
         image = self.images[index]
         where = str(self.folder / image["file_name"])
         picture: Any = to_channels(decode_image(self._encoded(index), where), 3, where)
@@ -165,22 +132,15 @@ class CocoDataset:
                 found=f"{picture.size[0]} x {picture.size[1]}",
                 todo="Restore the image that was annotated, or correct its size and annotations.",
             )
-        return {"image": picture, "image_id": image["id"], "size": size, **self.objects(index)}
-
-    def objects(self, index: int) -> dict[str, Any]:
-        """What there is to learn from in an image, in its pixels; a pixel at column c covers c to c + 1.
-
-        Returns: `boxes` float32 (n, 4) x0, y0, x1, y1 within the image, `labels` int64 (n,) from 1, `segmentations`.
-        """
-        from torchvision.ops import clip_boxes_to_image  # an extra, which other tasks do without
-
-        image = self.images[index]
         kept = [row for row in self.annotations[index] if not why_left_out(row, image)]
         boxes = torch.tensor([row["bbox"] for row in kept], dtype=torch.float64).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         numbers = {category: label for label, category in enumerate(self.category_ids, 1)}
         return {
-            "boxes": clip_boxes_to_image(boxes.float(), (image["height"], image["width"])),
+            "image": picture,
+            "image_id": image["id"],
+            "size": size,
+            "boxes": clip_boxes_to_image(boxes.float(), size),
             "labels": torch.tensor([numbers[row["category_id"]] for row in kept], dtype=torch.int64),
             "segmentations": [enclosing(row["segmentation"]) for row in kept],
         }
@@ -212,7 +172,7 @@ def load(config: CocoConfig, base: Path) -> Data:
             found=listed(sorted(first.items() ^ second.items()), most=4),
             todo="Give both files the same list of categories.",
         )
-    groups = list(zip(train.images, train.annotations, strict=True))
+    groups = zip(train.images, train.annotations, strict=True)
     reasons = [[why_left_out(annotation, image) for annotation in group] for image, group in groups]
     kept = torch.tensor([row for row, found in enumerate(reasons) if "" in found], dtype=torch.long)
     left_out = Counter(reason for found in reasons for reason in found if reason)
@@ -226,13 +186,36 @@ def load(config: CocoConfig, base: Path) -> Data:
 
 
 def _open(root: Path, name: str) -> CocoDataset:
+    """A split; DataError for the first entry that is not as COCO describes it."""
     folder = require(root / f"{name}2017", "folder")
     path = require(root / "annotations" / f"instances_{name}2017.json")
-    content = read_coco(path, training=name == "train")
-    for image in content["images"]:
-        require(folder / image["file_name"])
-    grouped: dict[int, list[Any]] = {image["id"]: [] for image in content["images"]}
-    for annotation in content["annotations"]:
+    known: dict[str, dict[int, Any]] = {}
+    part, where = "categories", "the file"
+    try:
+        content = json.loads(path.read_bytes())
+        for part in EXPECTED:
+            known[part], where = {}, part
+            for row, entry in enumerate(content[part]):
+                where = f"{part}, entry {row} (the first is 0)"
+                field = _wrong_field(part, entry, known, training=name == "train")
+                if not isinstance(entry["id"], int) or entry["id"] in known[part]:
+                    field = "id"
+                if field:
+                    raise ValueError(f"{field} {reprlib.repr(entry[field])}")
+                known[part][entry["id"]] = entry
+            if not known[part] and part != "annotations":
+                raise ValueError("no entries")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(
+            f"{path}: these are no COCO instances.",
+            expected=EXPECTED[part],
+            found=f"{where}: {error}" if isinstance(error, ValueError) else f"{where}: {error!r}",
+            todo="Correct or remove the entry, or give a file such as instances_train2017.json.",
+        ) from error
+    images, annotations, categories = known["images"], known["annotations"], known["categories"]
+    grouped: dict[int, list[Any]] = {image: [] for image in images}
+    for annotation in annotations.values():
         grouped[annotation["image_id"]].append(annotation)
-    categories = sorted(content["categories"], key=lambda category: category["id"])
-    return CocoDataset(folder, content["images"], list(grouped.values()), categories)
+    for image in images.values():
+        require(folder / image["file_name"])
+    return CocoDataset(folder, [*images.values()], [*grouped.values()], [categories[id] for id in sorted(categories)])

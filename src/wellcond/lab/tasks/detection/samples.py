@@ -23,8 +23,7 @@ from wellcond.lab.tasks.base import EVALUATION, Batch, Keys, Samples
 from wellcond.lab.tasks.detection.coco import SMALLEST_SIDE, CocoDataset, Segmentation
 from wellcond.run_lengths import read_counts
 
-MULTIPLE = 32
-"""Sides of a batch are multiples of it."""
+MULTIPLE = 32  # that sides of a batch are padded to
 CROP_SHARE, CROP_SIDES, CROP_RANGE = 0.5, (400, 500, 600), (384, 600)
 """Of the XCiT release: how often a part of the image is cut out, shorter sides before that of which one is drawn, and
 the range of the height and the width of the part; an image that is smaller stays whole."""
@@ -43,11 +42,8 @@ class DetectionAugmentation(Settings):
     """Whether a part of every other image is cut out before the scaling: scaled, cropped, scaled again."""
 
 
-# Masks, by pycocotools
-
-
 def import_pycocotools() -> Any:
-    """The package, with its modules coco, cocoeval and mask, or a MissingExtraError."""
+    """The package with its modules coco, cocoeval and mask."""
     with needs_extra("pycocotools", "detection"):
         import pycocotools.coco
         import pycocotools.cocoeval
@@ -55,13 +51,17 @@ def import_pycocotools() -> Any:
     return pycocotools
 
 
-def to_rle(segmentation: Segmentation, height: int, width: int) -> dict[str, Any]:
-    """Compressed run lengths of a segmentation in an image of this size, as pycocotools' `annToRLE` makes them."""
+def to_rle(segmentation: Segmentation | Tensor, height: int, width: int) -> dict[str, Any]:
+    """Compressed run lengths of a mask or a segmentation of this size, as pycocotools makes them, but with text."""
     if isinstance(segmentation, dict) and not isinstance(segmentation["counts"], list):
         return segmentation
     api = import_pycocotools().mask
-    encoded = api.frPyObjects(segmentation, height, width)
-    return _as_text(api.merge(encoded) if isinstance(segmentation, list) else encoded)
+    if isinstance(segmentation, Tensor):
+        encoded = api.encode(np.asfortranarray(segmentation.cpu().to(torch.uint8).numpy()))
+    else:
+        encoded = api.frPyObjects(segmentation, height, width)
+        encoded = api.merge(encoded) if isinstance(segmentation, list) else encoded
+    return {"size": [height, width], "counts": encoded["counts"].decode("ascii")}
 
 
 def to_mask(segmentation: Segmentation, height: int, width: int) -> Tensor:
@@ -72,16 +72,6 @@ def to_mask(segmentation: Segmentation, height: int, width: int) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(columns.T, np.uint8))
 
 
-def from_mask(mask: Tensor) -> dict[str, Any]:
-    """A mask (height, width) as compressed run lengths."""
-    return _as_text(import_pycocotools().mask.encode(np.asfortranarray(mask.cpu().to(torch.uint8).numpy())))
-
-
-def _as_text(lengths: dict[str, Any]) -> dict[str, Any]:
-    """Run lengths of pycocotools as JSON can hold them."""
-    return {"size": [int(side) for side in lengths["size"]], "counts": lengths["counts"].decode("ascii")}
-
-
 def boxes_of_masks(masks: Tensor) -> Tensor:
     """The smallest boxes around masks (n, height, width), float32 (n, 4)."""
     from torchvision.ops import masks_to_boxes  # an extra, which other tasks do without
@@ -89,24 +79,18 @@ def boxes_of_masks(masks: Tensor) -> Tensor:
     return masks_to_boxes(masks) + torch.tensor([0.0, 0.0, 1.0, 1.0])  # which counts the last pixel, not its end
 
 
-# Views
-
-
 @dataclass(frozen=True)
 class View:
-    """A part of an image, scaled to a size, then perhaps mirrored."""
+    """A part (left, top, right, bottom) of an image, scaled to a size (height, width), then perhaps mirrored."""
 
     part: tuple[float, float, float, float]
-    """Left, top, right, bottom."""
     size: tuple[int, int]
-    """Height, width."""
     flipped: bool = False
 
     def look(self, picture: Any, resampling: str = "BILINEAR") -> Tensor:
         """The pixels of a PIL image, interpolated once."""
         pil = import_pil()
-        if self.part != (0, 0, *picture.size) or picture.size != self.size[::-1]:
-            picture = picture.resize(self.size[::-1], pil.Resampling[resampling], box=self.part)
+        picture = picture.resize(self.size[::-1], pil.Resampling[resampling], box=self.part)
         if self.flipped:
             picture = picture.transpose(pil.Transpose.FLIP_LEFT_RIGHT)
         return torch.from_numpy(np.array(picture))
@@ -126,12 +110,8 @@ class View:
         return torch.cat([corners.amin(1), corners.amax(1)], 1).float()
 
     def mask(self, segmentation: Segmentation, size: tuple[int, int]) -> Tensor:
-        """The mask in the view, uint8 (height, width), of a segmentation in an image of this size.
-
-        Polygons are moved and then drawn, so that no mask is ever interpolated; of run lengths the nearest pixel is
-        taken.
-        """
-        if isinstance(segmentation, list):
+        """The mask in the view, uint8 (height, width), of a segmentation in an image of this size."""
+        if isinstance(segmentation, list):  # moved and then drawn, so that no mask is interpolated
             moved = [self.move(torch.tensor(polygon).reshape(-1, 2)).flatten().tolist() for polygon in segmentation]
             return to_mask(moved, *self.size)
         return self.look(import_pil().fromarray(to_mask(segmentation, *size).numpy()), "NEAREST")
@@ -140,13 +120,10 @@ class View:
 def prepare(
     example: dict[str, Any], settings: DetectionAugmentation, draw: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """A sample of an example of a `CocoDataset`.
+    """`image` float32 (3, h, w) in 0..1, `boxes` float32 (n, 4), `labels` int64 (n,) and `masks` uint8 (n, h, w).
 
     Objects of which the view leaves less than a pixel, or no pixel of the mask, are left out; the boxes of those that
-    a crop cuts are drawn anew around what is left of the mask. A sample may have none. Evaluation draws no random
-    numbers.
-
-    Returns: `image` float32 (3, h, w) in 0..1, `boxes` float32 (n, 4), `labels` int64 (n,), `masks` uint8 (n, h, w).
+    a crop cuts are drawn anew around what is left of the mask. Evaluation draws no random numbers.
     """
     from torchvision.ops import clip_boxes_to_image, remove_small_boxes  # an extra, which other tasks do without
 
@@ -172,14 +149,21 @@ def choose_view(size: tuple[int, int], settings: DetectionAugmentation, draw: to
     height, width = size
     part: tuple[float, float, float, float] = (0, 0, width, height)
     side, flipped = max(settings.sides), False
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    def happens(share: float) -> bool:
+        return bool(torch.rand((), generator=draw, dtype=torch.float64) < share)
+
     if draw is not None:
-        flipped = _chance(draw) < settings.flip
-        side = settings.sides[_integer(draw, 0, len(settings.sides) - 1)]
-        if settings.crop and _chance(draw) < CROP_SHARE:
-            first = fit(size, CROP_SIDES[_integer(draw, 0, len(CROP_SIDES) - 1)], settings.longest)
+        flipped = happens(settings.flip)
+        side = settings.sides[integer(0, len(settings.sides) - 1)]
+        if settings.crop and happens(CROP_SHARE):
+            first = fit(size, CROP_SIDES[integer(0, len(CROP_SIDES) - 1)], settings.longest)
             # As in the releases: height and width drawn one by one, then the place.
-            down, across = (_integer(draw, *(min(limit, most) for limit in CROP_RANGE)) for most in first)
-            top, left = _integer(draw, 0, first[0] - down), _integer(draw, 0, first[1] - across)
+            down, across = (integer(*(min(limit, most) for limit in CROP_RANGE)) for most in first)
+            top, left = integer(0, first[0] - down), integer(0, first[1] - across)
             # Both scalings and the crop between them are one: a part of the image, scaled once.
             rows, columns = height / first[0], width / first[1]
             right, bottom = min(width, (left + across) * columns), min(height, (top + down) * rows)
@@ -194,21 +178,9 @@ def fit(size: tuple[int, int], side: int, longest: int) -> tuple[int, int]:
     return height, width
 
 
-def _chance(draw: torch.Generator) -> float:
-    return float(torch.rand((), generator=draw, dtype=torch.float64))
-
-
-def _integer(draw: torch.Generator, low: int, high: int) -> int:
-    """From low to high, both among them."""
-    return int(torch.randint(low, high + 1, (), generator=draw))
-
-
 @dataclass
 class DetectionSamples(Samples):
-    """Images decoded, augmented and padded one batch at a time.
-
-    What happens to a sample depends on the seed, its number and its draw (see `SampleKey`) alone.
-    """
+    """Images decoded, augmented by seed, number and draw (see `SampleKey`) alone, and padded one batch at a time."""
 
     split: CocoDataset
     augmentation: DetectionAugmentation
@@ -219,17 +191,15 @@ class DetectionSamples(Samples):
         return len(self.split)
 
     def fetch(self, keys: Keys) -> Batch:
-        """Samples of different sizes as one batch.
+        """`images` (batch, 3, height, width), zero at the bottom and on the right where one is smaller.
 
-        Returns: `images` (batch, 3, height, width), zero at the bottom and on the right where an image is smaller;
-            `sizes` (batch, 2) before padding, `original_sizes`, `image_ids` and `positions` in the split; and of the
-            objects of all images one after the other `boxes` (n, 4), `labels` (n,), `masks` (n, height, width) and
-            `owners` (n,), the place in the batch of the image that each is in.
+        Their `sizes` (batch, 2) before padding, `original_sizes`, `image_ids` and `positions` in the split; and of the
+        objects of all images one after the other `boxes` (n, 4), `labels` (n,), `masks` (n, height, width) and
+        `owners` (n,), the place in the batch of the image that each is in.
         """
         examples = [self.split[index] for index, _ in keys]
         draws = [None if draw == EVALUATION else generator(self.seed, "augmentation", draw, row) for row, draw in keys]
-        pairs = zip(examples, draws, strict=True)
-        samples = [prepare(example, self.augmentation, draw) for example, draw in pairs]
+        samples = [prepare(example, self.augmentation, draw) for example, draw in zip(examples, draws, strict=True)]
         sizes = torch.tensor([tuple(sample["image"].shape[-2:]) for sample in samples])
         height, width = (-(-int(side) // MULTIPLE) * MULTIPLE for side in sizes.amax(0))
 
