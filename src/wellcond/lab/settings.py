@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from wellcond.errors import UnknownChoiceError, WellcondError, check_choice
+from wellcond.errors import UnknownChoiceError, WellcondError
 
 Scale = Literal["tiny", "small", "paper"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -94,15 +94,18 @@ def list_problems(error: ValueError) -> list[str]:
     return lines
 
 
-def choose_by_name(what: str, *settings: type[Settings]) -> Callable[[Any], Any]:
-    """A validator of fields whose `name` says which of several settings they have."""
-    kinds = {kind.model_fields["name"].default: kind for kind in settings}
+def choose_by_name(what: str, *settings: type[Settings], field: str = "name") -> Callable[[Any], Any]:
+    """A validator that makes those settings of a mapping whose name is in its `field`; UnknownChoiceError for none."""
+    kinds = {kind.model_fields[field].default: kind for kind in settings}
 
     def choose(raw: Any) -> Any:
-        if not isinstance(raw, dict):
+        if isinstance(raw, Settings):
             return raw
-        check_choice(what, raw.get("name"), sorted(kinds))
-        return kinds[raw["name"]].model_validate(raw)
+        name = raw.get(field) if isinstance(raw, dict) else None
+        if name not in list(kinds):
+            advice = "" if name else f"expected a mapping such as {{{field}: {min(kinds)}}}, found {raw!r}"
+            raise UnknownChoiceError(what, name, sorted(kinds), advice=advice)
+        return kinds[name].model_validate(raw)
 
     return choose
 

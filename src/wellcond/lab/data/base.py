@@ -13,12 +13,10 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from wellcond.errors import UnknownChoiceError, WellcondError
-from wellcond.lab.settings import Settings
+from wellcond.errors import WellcondError
+from wellcond.lab.settings import Settings, choose_by_name
 
 Kind = Literal["image", "text", "tokens", "detection"]
-NUM_DIGESTED = 16
-"""Inputs of a dataset that its fingerprint covers."""
 
 
 class DataError(WellcondError, ValueError):
@@ -167,7 +165,7 @@ def _digest(dataset: Dataset) -> str:
         labels = dataset.labels.numpy()
         digest.update(labels.astype("<f8" if labels.dtype.kind == "f" else "<i8").tobytes())
     last = len(dataset) - 1
-    for index in sorted(set(torch.linspace(0, last, NUM_DIGESTED, dtype=torch.float64).long().tolist()) | {0, last}):
+    for index in sorted(set(torch.linspace(0, last, 16, dtype=torch.float64).long().tolist()) | {0, last}):
         content = dataset.content(index)
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
@@ -209,32 +207,23 @@ class SourceConfig(Settings):
 
 
 Load = Callable[[Any, Path], Data]
-SOURCES: dict[str, tuple[type[SourceConfig], Load]] = {}
-"""The settings of each source and the function that loads it."""
+SOURCES: dict[type[SourceConfig], Load] = {}
+"""The function that loads each source, by its settings."""
 
 
 def register_source(config_class: type[SourceConfig]) -> Callable[[Load], Load]:
     """Decorate the loader of a source with its settings, whose field `source` has the name as its default."""
 
     def register(load: Load) -> Load:
-        SOURCES[config_class.model_fields["source"].default] = (config_class, load)
+        SOURCES[config_class] = load
         return load
 
     return register
 
 
 def resolve_config(raw: object) -> SourceConfig:
-    """The settings of the source that `raw["source"]` names.
-
-    Raises: UnknownChoiceError without a source that is registered, pydantic.ValidationError.
-    """
-    if isinstance(raw, SourceConfig):
-        return raw
-    source, names = raw.get("source") if isinstance(raw, Mapping) else None, sorted(SOURCES)
-    if source not in names:
-        advice = "" if source else f"data name their source, such as {{source: digits}}; found {raw!r}"
-        raise UnknownChoiceError("data source", source, names, advice=advice)
-    return SOURCES[str(source)][0].model_validate(raw)
+    """The settings of the source that `raw["source"]` names."""
+    return choose_by_name("data source", *SOURCES, field="source")(raw)
 
 
 def load_data(config: SourceConfig, *, base: Path | None = None) -> Data:
@@ -244,4 +233,4 @@ def load_data(config: SourceConfig, *, base: Path | None = None) -> Data:
 
     Raises: DataError if the data are not as described; MissingExtraError if a package is not installed.
     """
-    return SOURCES[config.source][1](config, Path.cwd() if base is None else Path(base))
+    return SOURCES[type(config)](config, Path.cwd() if base is None else Path(base))
