@@ -54,7 +54,7 @@ def test_compressed_files_are_read_like_plain_ones(tmp_path, suffix):
 def test_own_files_are_memory_mapped_in_the_cache_folder(tmp_path, cache_folder):
     write_rows(tmp_path / "a.jsonl")
     bundle = load(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.5, **NAMED)
-    (mapped,) = bundle.train.table.data.cache_files
+    (mapped,) = bundle.train.data.cache_files
     assert mapped["filename"].startswith(str(cache_folder))
 
 
@@ -228,7 +228,7 @@ def test_missing_columns_list_those_that_exist(tmp_path):
     write_rows(tmp_path / "a.csv")
     fields = {"source": "files", "train": "a.csv", "evaluation": "a.csv"}
     message = failure(tmp_path, **fields, input="reviews", label="stars")
-    assert "there is no column 'reviews'" in message and "columns review, stars, id" in message
+    assert "column 'reviews' cannot be the input" in message and "no such column; columns review, stars, id" in message
     assert "the field 'label' names" in failure(tmp_path, **fields, input="review", label="star")
     message = failure(tmp_path, **fields)
     assert "which column is the input is not clear" in message and "columns review, stars" in message

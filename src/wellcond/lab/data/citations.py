@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, DataError, SourceConfig, register_source
-from wellcond.lab.data.disk import find_path, read_lines, require
+from wellcond.lab.data.base import Data, DataError, SourceConfig, register_source, report_progress
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.seeding import generator
 
 CLASS_NAMES = ("unrelated", "related")
 MAX_BYTES = 4100
 """Of each published text; more than any recipe reads."""
 Pair = tuple[int, int]
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,24 @@ class PairDataset:
     def content(self, index: int) -> bytes:
         """Both texts."""
         return b"\0".join(self.texts[number] for number in self.pairs[index].tolist())
+
+
+def _read_lines(file: Path, parse: Callable[[bytes], Row], expected: str) -> Iterator[Row]:
+    """What `parse` makes of each line of a file; DataError for a line of which it makes nothing."""
+    done, size = 0, file.stat().st_size
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                yield parse(line.rstrip(b"\r\n"))
+            except (ValueError, KeyError) as error:
+                raise DataError(
+                    f"{file}, line {number}: the row cannot be used.",
+                    expected=expected,
+                    found=f"{line.decode('utf-8', 'replace').rstrip()[:60]!r}; {type(error).__name__}: {error}",
+                ) from error
+            done += len(line)
+            if number % 1000 == 0:
+                report_progress(f"reading {file.name}", done, size)
 
 
 class AanPairsConfig(SourceConfig):
@@ -82,7 +101,7 @@ def _read_aan(file: Path) -> PairDataset:
     expected = "separated by tabs: the label 0 or 1, two ids, and two texts that are not empty"
     texts: dict[bytes, int] = {}
     pairs, labels = [], []
-    for label, both in read_lines(file, parse, expected):
+    for label, both in _read_lines(file, parse, expected):
         pairs.append([texts.setdefault(text[:MAX_BYTES], len(texts)) for text in both])
         labels.append(label)
     if not pairs:
@@ -147,7 +166,7 @@ def _read_pairs(file: Path, numbers: dict[str, int]) -> list[Pair]:
         return numbers[first], numbers[second]
 
     expected = "the ids of two different papers that have a text, separated by a tab"
-    return list(read_lines(file, parse, expected))
+    return list(_read_lines(file, parse, expected))
 
 
 def _balance(positives: Sequence[Pair], taken: set[Pair], split: str, folder: Path) -> tuple[Tensor, Tensor]:

@@ -19,17 +19,8 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
 from wellcond.lab.data.base import Data, DataError, Dataset, SourceConfig, register_source, report_progress
-from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, from_hub, import_datasets
-from wellcond.lab.data.tables import (
-    NAME,
-    Table,
-    TableDataset,
-    find_splits,
-    load_dataset,
-    name_of,
-    reading,
-    require_split,
-)
+from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, import_datasets
+from wellcond.lab.data.tables import NAME, TableDataset, find_splits, name_of, opened, require_split
 
 if TYPE_CHECKING:
     from wellcond.lab.tokenizers import Tokenizer
@@ -88,11 +79,8 @@ def load_text_stream(config: TextStreamConfig, base: Path) -> Data:
             found=f"{counts['documents']} with text",
         )
     stored = import_datasets().Dataset.from_file(str(folder / "text.arrow"))
-    bounds = (0, config.evaluation_documents, counts["documents"])
-    evaluation, train = (
-        TableDataset(Table(stored.select(range(a, b)), str(name)), "text", ("text",), None)
-        for a, b in zip(bounds, bounds[1:], strict=False)
-    )
+    parts = range(config.evaluation_documents), range(config.evaluation_documents, counts["documents"])
+    evaluation, train = (TableDataset(stored.select(part), str(name), columns=("text",)) for part in parts)
     return Data(str(name), "text", train, evaluation, None, f"{name}, {counts['bytes']} bytes read as a stream")
 
 
@@ -104,7 +92,7 @@ def _store(folder: Path, config: TextStreamConfig, name: str, files: list[Path] 
     schema = pa.schema([("text", pa.string())])
     limit = config.limit_bytes or math.inf
     with pa.OSFile(str(folder / "text.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-        for texts in _read(config, name, files):
+        for texts in _read(config, files):
             kept: list[str] = []
             for text in texts:
                 if text.strip() and counts["bytes"] < limit:
@@ -118,16 +106,12 @@ def _store(folder: Path, config: TextStreamConfig, name: str, files: list[Path] 
     (folder / "text.json").write_text(json.dumps(counts))
 
 
-def _read(config: TextStreamConfig, name: str, files: list[Path] | None) -> Iterator[list[str]]:
+def _read(config: TextStreamConfig, files: list[Path] | None) -> Iterator[list[str]]:
     """Texts of the files one after the other, or of the hub, fetched as they are read."""
-    where, expected = name, from_hub(str(config.id))
-    options: dict[str, Any] = {"name": config.config, "split": config.split}
-    if files is not None:
-        where, options = str(files[0].with_name(name_of(files))), {}
-        expected = "whole files of one format in UTF-8; .zst needs the package zstandard"
-    with reading(where, expected):
-        place = files or str(config.id)
-        for table in load_dataset(place, streaming=True, **options).with_format("arrow").iter(ROWS_AT_ONCE):
+    place = files or str(config.id)
+    options: dict[str, Any] = {} if files else {"name": config.config, "split": config.split}
+    with opened(place, streaming=True, **options) as data:
+        for table in data.with_format("arrow").iter(ROWS_AT_ONCE):
             texts: list[Any] = table[config.text].to_pylist() if config.text in table.column_names else [None]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"no text in column {config.text!r} ('text') of a row; columns {table.column_names}")
@@ -142,7 +126,7 @@ def text_columns(dataset: Dataset) -> Iterator[list[list[str]]]:
     for start in range(0, len(dataset), ROWS_AT_ONCE):
         rows = range(len(dataset))[start : start + ROWS_AT_ONCE]
         if isinstance(dataset, TableDataset):
-            values = dataset.table.data[rows if dataset.rows is None else dataset.rows[rows].tolist()]
+            values = dataset.data[rows if dataset.rows is None else dataset.rows[rows].tolist()]
             yield [values[name] for name in dataset.columns]
         else:
             examples = [dataset[row] for row in rows]
@@ -157,7 +141,7 @@ def text_fingerprint(dataset: Dataset) -> str:
     """
     if isinstance(dataset, TableDataset):
         rows = b"" if dataset.rows is None else dataset.rows.numpy().tobytes()
-        about = [dataset.table.data._fingerprint, dataset.columns, hashlib.sha256(rows).hexdigest()]
+        about = [dataset.data._fingerprint, dataset.columns, hashlib.sha256(rows).hexdigest()]
         return hashlib.sha256(canonical_json(about).encode()).hexdigest()
     digest = hashlib.sha256()
     for texts, *_ in text_columns(dataset):
