@@ -32,13 +32,10 @@ from wellcond.lab.train.optimizers import Constant, OptimizerSettings, ScheduleS
 
 
 def _check_folder_name(name: str) -> str:
+    """Text that becomes a part of a path, which it cannot leave."""
     if not re.fullmatch(r"[^\W_][\w.+ -]*", name):
         raise ValueError("expected a name for a folder: letters, digits, and . _ + - or spaces after the first")
     return name
-
-
-FolderName = Annotated[str, AfterValidator(_check_folder_name)]
-"""Text from a recipe that becomes a part of a path, which it cannot leave."""
 
 
 class AveragingSettings(Settings):
@@ -134,7 +131,7 @@ class TunedSettings(Settings):
 class Recipe(Settings):
     """One task, one model, one way to train; and the methods and seeds to compare."""
 
-    name: FolderName
+    name: Annotated[str, AfterValidator(_check_folder_name)]
     """Runs are in a folder of this name, unless --folder says otherwise."""
     title: str = ""
     description: str = ""
@@ -233,10 +230,7 @@ ALLOWED = re.compile(
 
 
 def override_recipe(recipe: Recipe, method: MethodSettings) -> Recipe:
-    """The recipe of a method's runs: its `set` applied; the recipe itself if it has none.
-
-    Raises: RecipeError that names the method, the field, what was expected and what was found.
-    """
+    """The recipe of a method's runs: its `set` applied; the recipe itself if it has none."""
     if not method.set:
         return recipe
     fields: dict[str, Any] = {}

@@ -148,24 +148,18 @@ MOST_VALUES = 100_000
 """With aliases written out: nine lines of them can stand for a billion values."""
 
 
-def _check_size(node: yaml.Node) -> None:
-    """Raise YAMLError if a document has too many values, or endless ones: an alias within what it names."""
-    left, waiting = MOST_VALUES, [node]
-    while waiting:
-        node, left = waiting.pop(), left - 1
-        if left < 0:
-            raise yaml.composer.ComposerError(None, None, f"expected at most {MOST_VALUES} values", node.start_mark)
-        inside = node.value if isinstance(node, yaml.CollectionNode) else []
-        waiting += [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
-
-
 @functools.lru_cache(maxsize=256)  # parsing takes milliseconds, and many recipes extend the same one
 def _parse(text: str) -> Any:
     loader = _Loader(text)
-    if (node := loader.get_single_node()) is None:
-        return None
-    _check_size(node)
-    return loader.construct_document(node)
+    document = loader.get_single_node()
+    left, waiting = MOST_VALUES, [document]
+    while waiting:
+        node, left = waiting.pop(), left - 1
+        if left < 0:  # too many, or endless ones: an alias within what it names
+            raise yaml.composer.ComposerError(None, None, f"expected at most {MOST_VALUES} values", node.start_mark)
+        inside = node.value if isinstance(node, yaml.CollectionNode) else []
+        waiting += [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
+    return None if document is None else loader.construct_document(document)
 
 
 def read_yaml(text: str, where: str = "the value") -> Any:

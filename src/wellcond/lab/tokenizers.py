@@ -149,9 +149,6 @@ def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, ba
     """The tokeniser that the field `tokenizer` of a task asks for, trained on `train` if it is to be trained.
 
     A relative path of a file starts at `base`, the recipe's folder; else it is a name in a mirror.
-
-    Raises: DataError if a file is missing or wrong or the text does not suffice; RecipeError for another file than the
-        recipe says.
     """
     if choice == "bytes":
         return ByteTokenizer()
@@ -169,10 +166,7 @@ def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, ba
 
 
 def read_tokenizer(path: Path) -> LibraryTokenizer:
-    """The tokeniser of a file, or of a folder that has tokenizer.json, or vocab.json with merges.txt.
-
-    Raises: DataError if a file is missing or is not what its name says.
-    """
+    """The tokeniser of a file, or of a folder that has tokenizer.json, or vocab.json with merges.txt."""
     library = import_tokenizers()
     if path.is_dir():
         path = next((path / name for name in (TOKENIZER, VOCABULARY, MERGES) if (path / name).is_file()), path)
@@ -214,10 +208,7 @@ def tokenizer_of(model: Any, *, lower_case: bool = False) -> LibraryTokenizer:
 
 
 def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -> LibraryTokenizer:
-    """The tokeniser of a dataset, from the cache or trained now; the same text gives the same tokeniser.
-
-    Raises: DataError if the text is too small for the vocabulary, or the vocabulary for the text; CacheError.
-    """
+    """The tokeniser of a dataset, from the cache or trained now; the same text gives the same tokeniser."""
     library = import_tokenizers()
     made_from = {
         "version": VERSION,

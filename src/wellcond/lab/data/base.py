@@ -127,10 +127,7 @@ def draw_subset(dataset: Part, limit: int | None) -> Part:
 
 
 def draw_fraction(dataset: Part, fraction: float, what: str) -> tuple[Part, Part]:
-    """Examples to train and to evaluate on, drawn with a fixed seed; of every class the same share, not all.
-
-    Raises: DataError if there are too few examples to evaluate on any; the message begins with `what`.
-    """
+    """Examples to train and to evaluate on, drawn with a fixed seed; of every class the same share, not all."""
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
     groups, labels = [order], dataset.labels
     if labels is not None and not labels.is_floating_point():
@@ -155,21 +152,18 @@ def fingerprint(data: Data) -> dict[str, Any]:
     The digest of a dataset covers its size, every label, and 16 inputs spread evenly from the first to the last, each
     as stored. It does not cover the inputs between those, so that sets of any size take milliseconds.
     """
-    splits = {"train": data.train, "evaluation": data.evaluation, **data.others}
-    return {name: {"size": len(split), "sha256": _digest(split)} for name, split in splits.items()}
-
-
-def _digest(dataset: Dataset) -> str:
-    digest = hashlib.sha256(str(len(dataset)).encode())
-    if dataset.labels is not None:
-        labels = dataset.labels.numpy()
-        digest.update(labels.astype("<f8" if labels.dtype.kind == "f" else "<i8").tobytes())
-    last = len(dataset) - 1
-    for index in sorted(set(torch.linspace(0, last, 16, dtype=torch.float64).long().tolist()) | {0, last}):
-        content = dataset.content(index)
-        digest.update(len(content).to_bytes(8, "little"))
-        digest.update(content)
-    return digest.hexdigest()
+    found = {}
+    for name, split in {"train": data.train, "evaluation": data.evaluation, **data.others}.items():
+        digest = hashlib.sha256(str(len(split)).encode())
+        if split.labels is not None:
+            labels = split.labels.numpy()
+            digest.update(labels.astype("<f8" if labels.dtype.kind == "f" else "<i8").tobytes())
+        last = len(split) - 1
+        for index in sorted(set(torch.linspace(0, last, 16, dtype=torch.float64).long().tolist()) | {0, last}):
+            content = split.content(index)
+            digest.update(len(content).to_bytes(8, "little") + content)
+        found[name] = {"size": len(split), "sha256": digest.hexdigest()}
+    return found
 
 
 # Progress
@@ -230,7 +224,5 @@ def load_data(config: SourceConfig, *, base: Path | None = None) -> Data:
     """Load the data that `config` describes; relative paths start at `base`, the current folder by default.
 
     Rows and labels are checked here; an image is first decoded when it is asked for.
-
-    Raises: DataError if the data are not as described; MissingExtraError if a package is not installed.
     """
     return SOURCES[type(config)](config, Path.cwd() if base is None else Path(base))

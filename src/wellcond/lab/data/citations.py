@@ -87,8 +87,7 @@ def load_aan_pairs(config: AanPairsConfig, base: Path) -> Data:
 def _read_aan(file: Path) -> PairDataset:
     """Rows of label, two ids and two texts.
 
-    Texts are as they stand in the file, as in the published pipeline: with the b and the quotes of the Python literals
-    they were written as.
+    Texts keep the b and the quotes of the Python literals they were written as, as in the published pipeline.
     """
 
     def parse(line: bytes) -> tuple[int, list[bytes]]:
@@ -136,13 +135,14 @@ def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
     positives = [pair for pair in reversed(different.values()) if not blank & set(pair)]
     # No unrelated pair may be one of these, nor one that another split has drawn.
     taken = set(different)
-    splits, tenth = {}, round(0.1 * len(positives))
+    tenth = round(0.1 * len(positives))
     order = torch.randperm(len(positives), generator=generator(0, "citations, division by pairs"))
     parts = order.split([tenth, tenth, len(positives) - 2 * tenth])
-    for name, part in zip(("evaluation", "test", "train"), parts, strict=True):
-        related = [positives[number] for number in part.sort().values.tolist()]
-        splits[name] = PairDataset(texts, *_balance(related, taken, name, folder))
-    train, evaluation, test = (splits[name] for name in ("train", "evaluation", "test"))
+    related = [[positives[number] for number in part.sort().values.tolist()] for part in parts]
+    evaluation, test, train = (
+        PairDataset(texts, *_balance(pairs, taken, name, folder))
+        for name, pairs in zip(("evaluation", "test", "train"), related, strict=True)
+    )
     origin = f"paper pairs of {folder.name}, without {len(blank)} papers that have no text"
     return Data(folder.name, "text", train, evaluation, CLASS_NAMES, origin, {"test": test})
 

@@ -73,10 +73,7 @@ def contents(folder: Path) -> str:
 
 
 def import_datasets() -> Any:
-    """The module `datasets`.
-
-    Raises: MissingExtraError if it is not installed, or older than 4.0, the first that runs no script of a data set.
-    """
+    """The module `datasets`, from 4.0 on, the first that runs no script of a data set."""
     with needs_extra("datasets>=4.0", "train"):
         import datasets
 
@@ -107,10 +104,8 @@ def canonical_json(value: Any) -> str:
 def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path], None], what: str) -> Path:
     """A folder of files that follow from `made_from` alone: plain data, with the version of the code that uses them.
 
-    What is missing, one process makes while others wait. `make` fills a folder that is renamed in the end, so that it
-    is whole or missing, also after a kill, which releases the lock as well.
-
-    Raises: CacheError if it cannot be written; `what` is made is told to those who wait.
+    What is missing, one process makes while others wait, and are told `what`. `make` fills a folder that is renamed in
+    the end, so that it is whole or missing, also after a kill, which releases the lock as well.
     """
     folder = cache_root() / kind / hashlib.sha256(canonical_json(made_from).encode()).hexdigest()[:32]
     if folder.is_dir():

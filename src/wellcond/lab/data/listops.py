@@ -65,8 +65,6 @@ def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> 
 
     A node above `max_depth` (the root has depth 1) is an operator with probability 1/4, with 2 to `max_args` arguments,
     all numbers and operators alike likely; else a digit. Whole trees are drawn until enough have a length asked for.
-
-    Raises: DataError if next to none has.
     """
     accepted = length_distribution(options)[options.min_length + 1 :].sum()
     if accepted < RAREST:

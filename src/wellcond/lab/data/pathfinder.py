@@ -90,13 +90,6 @@ class PathfinderOptions(GeneratorOptions):
         """Small images repeat: of 1,000 at 12 pixels with two dashes, 278 were among 40,000 others."""
         return self.image_size < 32 or self.contour_length < 6
 
-    @property
-    def distractors(self) -> tuple[int, int]:
-        """Distractors to try for, and the paddles in each."""
-        length = max(1, self.contour_length // 3)
-        usual = min(20, 20 * self.image_size**2 // 32**2) // length
-        return usual if self.num_distractors is None else self.num_distractors, length
-
 
 class Strokes:
     """Tables by direction k; offsets are (row, column), windows are squares of side 2 * REACH + 1, flattened."""
@@ -132,8 +125,12 @@ class Strokes:
         longest = max(map(len, footprints))
         # (k, f, 2): pixels that must be free for a first paddle; rows are filled up by repetition
         self.footprint = np.stack([np.resize(pixels, (longest, 2)) for pixels in footprints])
-        # (k,): whether a curve may begin in this direction
-        self.can_begin = np.array([_begins_curves(pixels) for pixels in footprints])
+        # (k,): whether a curve may begin in this direction: its footprint must have a pixel of the image in all four
+        # corners. The published test for room answers no for the whole image if its footprint misses the image
+        # anywhere. That leaves directions up and to the left, for the first of the two curves and for distractors.
+        down, right = np.moveaxis(self.footprint, -1, 0)
+        corners = [((rows >= 0) & (columns >= 0)).any(1) for rows in (down, -down) for columns in (right, -right)]
+        self.can_begin = np.all(corners, axis=0)
 
 
 make_strokes = cache(Strokes)
@@ -189,16 +186,6 @@ def reduce_image(fine: Flags, coarse: int) -> Floats:
     return to_bytes(weights @ to_bytes(255.0 * fine @ weights.T))
 
 
-def _begins_curves(offsets: Ints) -> bool:
-    """Whether a footprint has a pixel of the image wherever in the image it is put, so in all four corners.
-
-    The published test for room answers no for the whole image if its footprint misses the image anywhere. That leaves
-    directions up and to the left, for the first of the two curves and for distractors.
-    """
-    down, right = offsets.T
-    return all(((rows >= 0) & (columns >= 0)).any() for rows in (down, -down) for columns in (right, -right))
-
-
 def _flat(pixels: Ints, side: int) -> Ints:
     """Where pixels (..., 2) are in a flat image of this side, which has room around it for windows that stick out."""
     return (pixels[..., 0] + REACH) * side + pixels[..., 1] + REACH
@@ -226,11 +213,8 @@ def draw_scenes(scenes: Scenes, size: int) -> NDArray[np.uint8]:
     strokes, count, side = make_strokes(), len(scenes.labels), size + 2 * REACH
     # Single precision decides halves between two grey values as published.
     canvas = np.zeros((count, side * side), np.float32)
-    every = np.ones((count, 2), bool)
-    for paddles, shown, contrast in (
-        (scenes.curves, every, CURVE_CONTRAST),
-        (scenes.distractors, scenes.shown, DISTRACTOR_CONTRAST),
-    ):
+    curves = scenes.curves, np.ones((count, 2), bool), CURVE_CONTRAST
+    for paddles, shown, contrast in (curves, (scenes.distractors, scenes.shown, DISTRACTOR_CONTRAST)):
         for curve, number in np.ndindex(*paddles.shape[1:3]):
             rows = np.flatnonzero(shown[:, curve])
             paddle = paddles[rows, curve, number]
@@ -263,10 +247,7 @@ def _draw_markers(markers: Ints, size: int) -> Floats:
 
 @register_generator("pathfinder", PathfinderOptions)
 def pathfinder(count: int, options: PathfinderOptions, generator: torch.Generator) -> TensorDataset:
-    """Images (n, 1, size, size) of 8 bits; label 1, joined, has one of every two images.
-
-    Raises: DataError if the curves do not fit into the image.
-    """
+    """Images (n, 1, size, size) of 8 bits; label 1, joined, has one of every two images."""
     scenes = pathfinder_scenes(count, options, generator)
     images = torch.from_numpy(draw_scenes(scenes, options.image_size))
     return TensorDataset("image", images[:, None], torch.from_numpy(scenes.labels))
@@ -442,7 +423,9 @@ def _seed_pairs(canvas: Canvas, random: np.random.Generator) -> tuple[Ints, list
 
 def _add_distractors(canvas: Canvas, options: PathfinderOptions, random: np.random.Generator) -> tuple[Ints, Flags]:
     """The paddles of distractors, and which of them found room."""
-    number, length = options.distractors
+    length = max(1, options.contour_length // 3)
+    usual = min(20, 20 * options.image_size**2 // 32**2) // length
+    number = usual if options.num_distractors is None else options.num_distractors
     paddles = np.zeros((len(canvas.taken), number, length, 3), np.int64)
     shown = np.zeros(paddles.shape[:2], bool)
     for curve in range(number):

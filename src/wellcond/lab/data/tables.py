@@ -304,10 +304,7 @@ def _load_tables(
     config: TableConfig,
     fraction: float = 0.0,
 ) -> Data:
-    """Check columns and labels of every table; without an evaluation table, a fraction of the training table is taken.
-
-    Raises: DataError if a column, a label or a text is not as expected.
-    """
+    """Check columns and labels of every table; without one to evaluate on, a fraction of the training rows is taken."""
     label = config.label
     if label == "auto":
         label = next((column for column in LABEL_NAMES if column in train.data.column_names), None)

@@ -59,18 +59,19 @@ class TextStreamConfig(SourceConfig):
 @register_source(TextStreamConfig)
 def load_text_stream(config: TextStreamConfig, base: Path) -> Data:
     """Read the corpus unless it is in the cache."""
-    name = config.id if config.config is None else f"{config.id} ({config.config})"
-    files: list[Path] | None = None
+    files: list[Path] | None
     if config.files is not None:
         files = find_files(config.files, base, "files")
         name = name_of(files)
-    elif (splits := find_splits(str(config.id), config.config)) is not None:
-        files = splits[require_split(config.split, splits, str(name), "split")]
-    identity: list[Any] = [config.id, config.config, config.split]
+    else:
+        name = str(config.id) if config.config is None else f"{config.id} ({config.config})"
+        splits = find_splits(str(config.id), config.config)
+        files = None if splits is None else splits[require_split(config.split, splits, name, "split")]
+    place: list[Any] = [config.id, config.config, config.split]
     if files is not None:
-        identity = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    made_from = {"version": VERSION, "place": identity, "text": config.text, "limit_bytes": config.limit_bytes}
-    folder = cached_folder("text", made_from, lambda into: _store(into, config, str(name), files), f"reading {name}")
+        place = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    made_from = {"version": VERSION, "place": place, "text": config.text, "limit_bytes": config.limit_bytes}
+    folder = cached_folder("text", made_from, lambda into: _store(into, config, name, files), f"reading {name}")
     counts = json.loads((folder / "text.json").read_text())
     if counts["documents"] <= config.evaluation_documents:
         raise DataError(
@@ -80,8 +81,8 @@ def load_text_stream(config: TextStreamConfig, base: Path) -> Data:
         )
     stored = import_datasets().Dataset.from_file(str(folder / "text.arrow"))
     parts = range(config.evaluation_documents), range(config.evaluation_documents, counts["documents"])
-    evaluation, train = (TableDataset(stored.select(part), str(name), columns=("text",)) for part in parts)
-    return Data(str(name), "text", train, evaluation, None, f"{name}, {counts['bytes']} bytes read as a stream")
+    evaluation, train = (TableDataset(stored.select(part), name, columns=("text",)) for part in parts)
+    return Data(name, "text", train, evaluation, None, f"{name}, {counts['bytes']} bytes read as a stream")
 
 
 def _store(folder: Path, config: TextStreamConfig, name: str, files: list[Path] | None) -> None:
@@ -169,10 +170,7 @@ class TokenStream:
 def open_token_stream(
     dataset: Dataset, tokenizer: Tokenizer, what: str, *, limit_tokens: int | None = None
 ) -> TokenStream:
-    """The tokens of a dataset, from the cache or made now, up to the document in which `limit_tokens` are reached.
-
-    Raises: DataError if there is no text; CacheError.
-    """
+    """The tokens of a dataset, from the cache or made now, up to the document in which `limit_tokens` are reached."""
     made_from = {
         "version": VERSION,
         "text": text_fingerprint(dataset),
