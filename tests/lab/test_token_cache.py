@@ -17,7 +17,6 @@ from patience import PATIENCE, wait_until
 from wellcond.lab.data import DataError, fingerprint
 from wellcond.lab.data import text as text_data
 from wellcond.lab.data.base import progress_to
-from wellcond.lab.data.disk import CacheError
 from wellcond.lab.data.text import open_token_stream
 from wellcond.lab.tasks.base import TASKS, TaskContext
 from wellcond.lab.tokenizers import ByteTokenizer
@@ -159,7 +158,7 @@ def test_no_text_at_all_is_an_error_every_time(documents):
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "file"))
-    with pytest.raises(CacheError, match="WELLCOND_CACHE"):
+    with pytest.raises(DataError, match="WELLCOND_CACHE"):
         open_stream()
 
 
@@ -167,7 +166,7 @@ def fill_disk(found):
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
     try:
         open_stream(DOCUMENTS * 8)
-    except CacheError as error:
+    except DataError as error:
         found.put(str(error))
 
 

@@ -111,7 +111,7 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
 
 
 def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
-    from wellcond.lab.data.digits import load_digits
+    from wellcond.lab.data.images import load_digits
 
     channels, *size = reads.image
     images = load_digits()[0].inputs

@@ -189,7 +189,7 @@ def test_held_out_makes_three_splits(mirror, png):
     assert sorted(bundle.evaluation.labels.tolist()) == [0, 1]  # of every class alike
     assert contents["test"] <= {png(seed) for seed in range(4)}
     message = failure(source="hub", id="lab/pictures", held_out=0.34, evaluation_split="train")
-    assert "no split left to test on" in message
+    assert "there is no split 'train'" in message and "with 'held_out' none to train on" in message
 
 
 def test_held_out_of_the_split_named_test(mirror):

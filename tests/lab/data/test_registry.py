@@ -21,7 +21,7 @@ from wellcond.lab.data import (
     resolve_config,
 )
 from wellcond.lab.data.base import SOURCES
-from wellcond.lab.data.digits import load_digits
+from wellcond.lab.data.images import load_digits
 from wellcond.lab.recipe import Recipe
 
 

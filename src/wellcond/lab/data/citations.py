@@ -89,22 +89,21 @@ def _read_aan(file: Path) -> PairDataset:
 
     Texts keep the b and the quotes of the Python literals they were written as, as in the published pipeline.
     """
+    texts: dict[bytes, int] = {}
 
-    def parse(line: bytes) -> tuple[int, list[bytes]]:
+    def parse(line: bytes) -> tuple[int, list[int]]:
         # No quoting: the texts hold quotes of their own.
         label, _, _, *both = line.split(b"\t")
         if len(both) != 2 or not all(both):
             raise ValueError(f"{len(both)} texts, or an empty one")
-        return {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}[label], both
+        pair = [texts.setdefault(text[:MAX_BYTES], len(texts)) for text in both]
+        return {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}[label], pair
 
     expected = "separated by tabs: the label 0 or 1, two ids, and two texts that are not empty"
-    texts: dict[bytes, int] = {}
-    pairs, labels = [], []
-    for label, both in _read_lines(file, parse, expected):
-        pairs.append([texts.setdefault(text[:MAX_BYTES], len(texts)) for text in both])
-        labels.append(label)
-    if not pairs:
+    rows = list(_read_lines(file, parse, expected))
+    if not rows:
         raise DataError(f"{file}: there are no rows.", expected=expected, found="an empty file")
+    labels, pairs = zip(*rows, strict=True)
     return PairDataset(list(texts), torch.tensor(pairs), torch.tensor(labels))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from wellcond.errors import WellcondError, needs_extra
+from wellcond.errors import needs_extra
 from wellcond.lab.data.base import DataError, listed, report_progress
 
 MIRROR_VARIABLE = "WELLCOND_DATA"
@@ -85,10 +85,6 @@ def import_datasets() -> Any:
 # The cache
 
 
-class CacheError(WellcondError, OSError):
-    """The cache cannot be written."""
-
-
 def cache_root() -> Path:
     """Folder of all entries; it need not exist."""
     shared = os.environ.get("XDG_CACHE_HOME", "")
@@ -126,8 +122,9 @@ def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path]
                         os.fsync(file.fileno())
                 partial.rename(folder)
     except OSError as error:
-        raise CacheError(
-            f"{folder}: the cache cannot be written: {error.strerror or error}. Make room or give access there, or set "
-            f"WELLCOND_CACHE to another folder."
+        raise DataError(
+            f"{folder}: the cache cannot be written.",
+            expected="room and access there; or set WELLCOND_CACHE to another folder",
+            found=error.strerror or str(error),
         ) from error
     return folder

@@ -52,10 +52,7 @@ GENERATORS: dict[str, tuple[type[GeneratorOptions], Generate]] = {}
 
 
 def register_generator(name: str, options_class: type[GeneratorOptions]) -> Callable[[Generate], Generate]:
-    """Decorate `generate(count, options, generator)`: labelled images, floats or 8 bits, or tokens.
-
-    All randomness comes from `generator`.
-    """
+    """Decorate `generate(count, options, generator)`, which makes labelled images, floats or 8 bits, or tokens."""
 
     def register(generate: Generate) -> Generate:
         GENERATORS[name] = (options_class, generate)

@@ -152,21 +152,17 @@ def load_hub(config: HubConfig, base: Path) -> Data:
             splits = {split: TableDataset(data, f"{name}, split {split!r}") for split, data in found.items()}
     joined = [require_split(split, splits, name, "train_split") for split in config.train_split.split("+")]
     usual = next((split for split in EVALUATION_SPLITS if split in splits and split != joined[-1]), None)
-    evaluated = require_split(config.evaluation_split or usual, splits, name, "evaluation_split")
+    others = {split: table for split, table in splits.items() if split not in joined}
+    left = splits if config.held_out is None else others
+    evaluated = require_split(config.evaluation_split or usual, left, name, "evaluation_split")
     train = splits[joined[0]]
     if len(joined) > 1:
         whole = import_datasets().concatenate_datasets([splits[split].data for split in joined])
         train = TableDataset(whole, f"{name}, split {config.train_split!r}")
-    if config.held_out is None:
-        others = {split: table for split, table in splits.items() if split not in (*joined, evaluated)}
-        return _load_tables(name, place, train, splits[evaluated], others, config)
-    if evaluated in joined:
-        raise DataError(
-            f"{name}: there is no split left to test on.",
-            expected="an evaluation split beside the training split, since 'held_out' sets a part of that aside",
-            found=f"{evaluated!r} for both",
-        )
-    return _load_tables(name, place, train, None, {"test": splits[evaluated]}, config, config.held_out)
+    if config.held_out is not None:
+        return _load_tables(name, place, train, None, {"test": splits[evaluated]}, config, config.held_out)
+    others.pop(evaluated, None)
+    return _load_tables(name, place, train, splits[evaluated], others, config)
 
 
 def require_split(split: str | None, splits: Any, name: str, field: str) -> str:
@@ -174,7 +170,7 @@ def require_split(split: str | None, splits: Any, name: str, field: str) -> str:
     if split is None or split not in splits:
         raise DataError(
             f"{name}: there is no split {'to evaluate on' if split is None else repr(split)}.",
-            expected=f"one of {listed(EVALUATION_SPLITS)}, or the split that '{field}' names",
+            expected=f"one of {listed(EVALUATION_SPLITS)}, or what '{field}' names; with 'held_out' none to train on",
             found=f"splits {listed(splits)}",
         )
     return split
