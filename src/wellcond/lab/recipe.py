@@ -189,13 +189,9 @@ class Recipe(Settings):
         return data | {"method": method.model_dump(mode="json"), "seed": seed}
 
 
-# Fields that do not change a run's numbers: a run may be resumed with others.
-WITHOUT_EFFECT = ("title", "description", "checkpoint", "logging")
-
-
 def with_effect(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that changes a run's numbers."""
-    kept = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
+    """The part of a configuration that changes a run's numbers; a run may be resumed with another rest."""
+    kept = {key: value for key, value in config.items() if key not in ("title", "description", "checkpoint", "logging")}
     kept["training"] = {key: value for key, value in kept["training"].items() if key != "workers"}
     # What a method sets is in the other parts of the configuration already.
     kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}

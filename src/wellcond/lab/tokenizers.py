@@ -23,10 +23,6 @@ TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 VERSION = 3
 WORD_PIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_TEXT = "<|endoftext|>"
-ALPHABET = 1000
-"""Characters that word pieces are made of; those that are rarer are unknown."""
-MIN_FREQUENCY = 2
-"""How often a pair must occur to become a token."""
 
 
 class TrainedTokenizer(Settings):
@@ -255,7 +251,7 @@ def _train(settings: TrainedTokenizer, dataset: Dataset) -> tuple[Any, int]:
     def run(model: Any, trainer: Any, special: list[str], alphabet: list[str], size: int) -> Any:
         tokenizer = tokenizer_of(model, lower_case=settings.lower_case).inner
         options = {"special_tokens": special, "initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}
-        made = trainer(vocab_size=size, min_frequency=MIN_FREQUENCY, show_progress=False, **options)
+        made = trainer(vocab_size=size, min_frequency=2, show_progress=False, **options)
         tokenizer.train_from_iterator(_texts(settings, dataset), made)
         return tokenizer
 
@@ -277,7 +273,7 @@ def _train(settings: TrainedTokenizer, dataset: Dataset) -> tuple[Any, int]:
     for text in _texts(settings, dataset):
         seen.update(normalizer.normalize_str(text))
     common = sorted(seen, key=lambda character: (-seen[character], character))
-    alphabet = sorted([character for character in common if not character.isspace()][:ALPHABET])
+    alphabet = sorted([character for character in common if not character.isspace()][:1000])  # others are unknown
     characters = sorted(set(train_pieces(list(WORD_PIECE_SPECIAL), 0)) - set(WORD_PIECE_SPECIAL))
     ordered = [*WORD_PIECE_SPECIAL, *characters]
     trained = word_pieces(train_pieces(ordered, settings.vocabulary))

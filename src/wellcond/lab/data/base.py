@@ -16,8 +16,6 @@ from torch import Tensor
 from wellcond.errors import WellcondError
 from wellcond.lab.settings import Settings, choose_by_name
 
-Kind = Literal["image", "text", "tokens", "detection"]
-
 
 class DataError(WellcondError, ValueError):
     """Data that cannot be used as asked: which file and row, what was expected, what was found, what to do."""
@@ -94,7 +92,7 @@ class Data:
     """A training split, an evaluation split, and what they are about."""
 
     name: str
-    kind: Kind
+    kind: Literal["image", "text", "tokens", "detection"]
     train: Dataset
     evaluation: Dataset
     class_names: tuple[str, ...] | None

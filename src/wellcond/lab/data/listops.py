@@ -21,14 +21,12 @@ from pydantic import Field
 from wellcond.lab.data.base import DataError, TensorDataset
 from wellcond.lab.data.generated import GeneratorOptions, register_generator
 
-OPERATORS = ("MIN", "MAX", "MED", "SM")
-"""Smallest, largest, median (rounded down), sum modulo 10."""
-RULES: tuple[Callable[[list[int]], int], ...] = (
-    min,
-    max,
-    lambda values: int(statistics.median(values)),
-    lambda values: sum(values) % 10,
-)
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "MIN": min,
+    "MAX": max,
+    "MED": lambda values: int(statistics.median(values)),
+    "SM": lambda values: sum(values) % 10,
+}
 SYMBOLS = (*"0123456789", *(f"[{name}" for name in OPERATORS), "]")
 """By token id."""
 FIRST_OPENING, CLOSING, PADDING = 10, 14, -1
@@ -36,7 +34,6 @@ FIRST_OPENING, CLOSING, PADDING = 10, 14, -1
 OPERATOR_PROBABILITY = 0.25
 RAREST = 1e-6
 """Lengths that a smaller part of all expressions has are refused."""
-MOST_AT_ONCE = 2**15
 Level = tuple[np.ndarray, np.ndarray]
 """Nodes of many trees at one depth: number of arguments of each (0 for a digit), and its token."""
 
@@ -79,7 +76,7 @@ def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> 
     # Rounded, so that another machine, whose last bits differ, draws as many trees at once and so the same ones.
     drawn_for_one = 2 ** (-round(8 * math.log2(accepted)) / 8)
     while found < count:
-        num_trees = min(MOST_AT_ONCE, math.ceil(1.1 * (count - found) * drawn_for_one) + 16)
+        num_trees = min(2**15, math.ceil(1.1 * (count - found) * drawn_for_one) + 16)
         levels = _draw_trees(num_trees, count - found, options, random)
         if levels:
             rows.append(to_rows(levels, options.max_length))
@@ -171,14 +168,14 @@ def _first_arguments(counts: np.ndarray) -> np.ndarray:
 def evaluate(tokens: Iterable[int]) -> int:
     """The answer of an expression."""
     values: list[int] = []
-    open_operators: list[tuple[int, list[int]]] = []
+    rules, open_operators = list(OPERATORS.values()), []
     for token in tokens:
         if token < FIRST_OPENING:
             values.append(token)
         elif token != CLOSING:
-            open_operators.append((token - FIRST_OPENING, values))
+            open_operators.append((rules[token - FIRST_OPENING], values))
             values = []
         else:
-            operator, outer = open_operators.pop()
-            values = [*outer, RULES[operator](values)]
+            rule, outer = open_operators.pop()
+            values = [*outer, rule(values)]
     return values[0]

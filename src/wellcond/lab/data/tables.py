@@ -12,11 +12,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -30,9 +30,6 @@ from wellcond.lab.data.images import decode_image
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 COMPRESSED = (".gz", ".bz2", ".zst")
 EVALUATION_SPLITS = ("validation", "val", "dev", "test", "validation_matched")
-INPUT_NAMES = ("image", "img", "text", "sentence")
-LABEL_NAMES = ("label", "labels")
-Label = TypeVar("Label")
 NAME = r"[A-Za-z0-9_][\w.-]*"
 SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)((?:_[a-z]+)?)(?![a-z])")
 
@@ -41,7 +38,7 @@ class TableConfig(SourceConfig):
     """Which columns of a table are used, and how many rows."""
 
     input: str | Annotated[list[str], Field(min_length=2, max_length=2)] = "auto"
-    """One column, or two for pairs of texts; "auto" takes the usual name if nothing else could be meant."""
+    """One column, or two for pairs of texts; "auto" takes the only column of images or texts but for the label."""
     label: str | None = "auto"
     """Column of the labels; null for none, "auto" for `label` or `labels` if there is one."""
     label_kind: Literal["class", "number"] = "class"
@@ -303,20 +300,11 @@ def _load_tables(
     """Check columns and labels of every table; without one to evaluate on, a fraction of the training rows is taken."""
     label = config.label
     if label == "auto":
-        label = next((column for column in LABEL_NAMES if column in train.data.column_names), None)
+        label = next((column for column in ("label", "labels") if column in train.data.column_names), None)
     columns = _input_columns(train, config.input, label)
-    names: tuple[str, ...] | None = None
-    classes: dict[str, int] = {}
-    what, expected = "a number", "finite numbers (label_kind is number)"
+    names, classes = None, None
     if label is not None and config.label_kind == "class":
         names, classes = _read_classes(train, label)
-        what, expected = "a class of the training split", f"one of {listed(classes)}"
-
-    def read(value: Any) -> float:
-        number = float(value) if names is None else classes[_class_text(value)]
-        if not math.isfinite(number):
-            raise ValueError
-        return number
 
     def dataset(table: TableDataset, *, labelled: bool) -> TableDataset:
         kind = _input_kind(table, columns)
@@ -326,8 +314,7 @@ def _load_tables(
         # The hub marks labels that are not published by -1.
         published = label in table.data.column_names and any(value != -1 for value in table.data[label][:])
         if label is not None and (labelled or published):
-            values = _read_labels(table, label, read, what, expected)
-            labels = torch.tensor(values, dtype=torch.float64 if names is None else torch.int64)
+            labels = _read_labels(table, label, classes)
         return TableDataset(data, table.name, kind, columns, labels)
 
     trained = dataset(train, labelled=True)
@@ -346,11 +333,11 @@ def _input_columns(table: TableDataset, wanted: str | list[str], label: str | No
     if wanted != "auto":
         return (wanted,) if isinstance(wanted, str) else tuple(wanted)
     usable = [name for name in table.data.column_names if name != label and _column_kind(table, name) is not None]
-    if len(usable) == 1 and usable[0] in INPUT_NAMES:
+    if len(usable) == 1:
         return (usable[0],)
     raise DataError(
         f"{table.name}: which column is the input is not clear.",
-        expected=f"exactly one column of images or texts, named one of {listed(INPUT_NAMES)}",
+        expected="exactly one column of images or texts, but for the label",
         found=f"columns {listed(table.data.column_names)}; of images or texts: {listed(usable)}",
         todo="Name the column in the field 'input' (two columns in a list for pairs of texts).",
     )
@@ -395,49 +382,58 @@ def _column_kind(table: TableDataset, name: str) -> Literal["image", "text"] | N
 # Labels: classes, or the numbers of a regression
 
 
-def _read_labels(
-    table: TableDataset, column: str, read: Callable[[Any], Label], what: str, expected: str
-) -> list[Label]:
-    """What `read` makes of every label; DataError for the first that is not `what` it reads."""
+def _label_values(table: TableDataset, column: str) -> list[Any]:
     if column not in table.data.column_names:
         raise DataError(
             f"{table.name}: there is no column {column!r}.",
             expected="the column that the field 'label' names",
             found=f"columns {listed(table.data.column_names)}",
         )
+    return table.data[column][:]
+
+
+def _read_labels(table: TableDataset, column: str, classes: dict[str | None, int] | None) -> Tensor:
+    """Numbers of the classes, or the numbers themselves; DataError for the first label that is none of these."""
     labels = []
-    for row, value in enumerate(table.data[column][:]):
+    for row, value in enumerate(_label_values(table, column)):
         try:
-            labels.append(read(value))
+            label = float(value) if classes is None else classes[_class_text(value)]
+            if not math.isfinite(label):
+                raise ValueError
         except (TypeError, ValueError, KeyError) as error:
+            what, expected = "a number", "finite numbers (label_kind is number)"
+            if classes is not None:
+                what, expected = "a class of the training split", f"one of {listed(classes)}, integers or texts,"
             raise DataError(
                 f"{table.locate(row)}: the label is not {what}.",
                 expected=f"{expected} in column {column!r}",
                 found=repr(value),
             ) from error
-    return labels
+        labels.append(label)
+    return torch.tensor(labels, dtype=torch.float64 if classes is None else torch.int64)
 
 
-def _read_classes(table: TableDataset, column: str) -> tuple[tuple[str, ...], dict[str, int]]:
+def _read_classes(table: TableDataset, column: str) -> tuple[tuple[str, ...], dict[str | None, int]]:
     """Names of the classes of a training split, and the number of each by how labels are written.
 
     They are those that the file declares, else the labels that occur, sorted, as numbers if all of them are integers.
     """
-    found = set(_read_labels(table, column, _class_text, "an integer or a text", "class numbers or class names"))
+    values = _label_values(table, column)
     names = getattr(table.data.features[column], "names", None)
     if names:
         return tuple(names), {str(number): number for number in range(len(names))}
+    texts = [text for text in set(map(_class_text, values)) if text is not None]
     try:
-        texts = sorted(found, key=int)
+        texts.sort(key=int)
     except ValueError:
-        texts = sorted(found)
+        texts.sort()
     return tuple(texts), {text: number for number, text in enumerate(texts)}
 
 
-def _class_text(value: Any) -> str:
-    """A label as text, since everything is in CSV; of an integer there is one spelling."""
+def _class_text(value: Any) -> str | None:
+    """A label as text, since everything is in CSV; of an integer there is one spelling. None for what is no label."""
     if not isinstance(value, (int, str)) or value == "":
-        raise TypeError
+        return None
     try:
         return str(int(value))
     except ValueError:
