@@ -238,9 +238,10 @@ def _read_call(text: str) -> tuple[str, dict[str, Any]]:
         key, _, value = (part.strip() for part in pair.partition("="))
         words = key.split(".") if name == "set" else [key]
         values = read_yaml(f"[{value}]", f"{key} in {text!r}")
-        if len(values) != 1 or key in options or not all(word.isidentifier() for word in words):
-            example = EXAMPLES.get(name, "lam=10")
-            raise ValueError(f"expected options such as {example}, each once, in {text!r}, found {pair!r}")
+        if len(values) != 1 or not all(word.isidentifier() for word in words):
+            raise ValueError(f"expected options such as {EXAMPLES.get(name, 'lam=10')} in {text!r}, found {pair!r}")
+        if key in options:
+            raise ValueError(f"the option {key!r} appears twice in {text!r}")
         options[key] = values[0]
     return name, options
 

@@ -70,9 +70,11 @@ def test_every_8_bit_mode_converts(mode, channels):
     assert image.mode == {1: "L", 3: "RGB"}[channels]
 
 
-def test_grey_is_repeated():
+def test_grey_and_rgb_agree_between_images_and_tensors():
     image = random_image()
+    tensor = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     grey = torch.from_numpy(np.array(to_channels(image, 1)))
+    assert to_channels(tensor, 1)[0].equal(grey)
     assert to_channels(to_channels(image, 1), 3).getpixel((1, 2)) == (int(grey[2, 1]),) * 3
 
 

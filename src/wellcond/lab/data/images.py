@@ -96,9 +96,12 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
     """The image with 1 (grey) or 3 (RGB) channels; errors begin with `where`.
 
     Grey becomes RGB by repetition; RGB becomes grey with weights 0.299, 0.587, 0.114; transparency is dropped; 16-bit
-    grey keeps its upper 8 bits. A tensor (C, H, W) keeps its dtype, and is not made grey.
+    grey keeps its upper 8 bits. A tensor (C, H, W) keeps its dtype; one of floats in colour is not made grey.
     """
     if isinstance(image, Tensor):
+        if len(image) == 3 and channels == 1 and image.dtype == torch.uint8:  # rounded as PIL does
+            grey = import_pil().fromarray(image.permute(1, 2, 0).contiguous().numpy()).convert("L")
+            return torch.from_numpy(np.array(grey))[None]
         if len(image) not in (1, channels):
             expected = f"{channels}, or 1 to be repeated"
             raise DataError(f"{where}: channels of a tensor (C, H, W)", expected=expected, found=str(len(image)))

@@ -345,8 +345,6 @@ def _input_columns(table: TableDataset, wanted: str | list[str], label: str | No
 
 def _input_kind(table: TableDataset, columns: tuple[str, ...]) -> Literal["image", "text"]:
     """Kind of the input; DataError unless its columns are there, hold images or texts, and no text is missing."""
-    import pyarrow.compute as compute
-
     for name in columns:
         kind = _column_kind(table, name)
         if kind is None or (kind == "image" and len(columns) == 2):
@@ -357,7 +355,7 @@ def _input_kind(table: TableDataset, columns: tuple[str, ...]) -> Literal["image
             )
         values = table.data.data.column(name)
         if values.null_count:
-            raise _no_value(table, compute.index(compute.is_null(values), True).as_py(), name)
+            raise _no_value(table, values.to_pylist().index(None), name)
     assert kind is not None
     return kind
 
