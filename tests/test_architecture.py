@@ -220,7 +220,7 @@ def test_a_missing_extra_names_its_install_line():
         "for name in ('timm', 'transformers', 'typer', 'sklearn'): sys.modules[name] = None\n"
         "from wellcond.models import build_model\n"
         "from wellcond.errors import MissingExtraError\n"
-        "from wellcond.lab.data.digits import load_digits\n"
+        "from wellcond.lab.data.images import load_digits\n"
         "for call in (lambda: build_model('timm:x'), lambda: build_model('hf:x'), load_digits):\n"
         "    try: call()\n"
         "    except MissingExtraError as error: print(error)\n"

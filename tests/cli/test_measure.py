@@ -16,7 +16,7 @@ import wellcond as wc
 from wellcond.cli.app import OptionError
 from wellcond.cli.inputs import images_in, make_batch, what_it_reads
 from wellcond.cli.measure import read_numbers, summarise
-from wellcond.lab.data.digits import load_digits
+from wellcond.lab.data.images import load_digits
 
 SOURCE = """
 import torch

@@ -36,7 +36,7 @@ def failure(text=TEXT, overrides=()):
         ("training.batch_size=[1]", r"  training.batch_size: Input should be a valid integer"),
         ("training.length.epochs=null", r"  training.length: give either epochs or steps"),
         ("seeds=[1, 1]", r"seeds: expected different numbers, found \[1, 1\]"),
-        ("methods=[polar, polar]", r"found 'polar' twice"),
+        ("methods=[polar, polar]", r"'polar' and 'polar' are the same"),
         ("methods=[polr]", r"  methods.0: unknown method: got 'polr', .* Did you mean 'polar'\? \(found 'polr'\)"),
         ("method={init: polr}", r"  method: unknown initialisation: got 'polr'"),
         ("schedule={name: cosine, warmup: {epochs: 1, weeks: 2}}", r"warmup.weeks: unknown field: got 'weeks'"),

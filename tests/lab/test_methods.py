@@ -240,7 +240,7 @@ def test_a_list_of_methods_is_split_outside_brackets():
 
 
 def test_methods_must_differ():
-    with pytest.raises(RecipeError, match="found 'polar' twice"):
+    with pytest.raises(RecipeError, match="'polar' and 'polar' are the same"):
         parse_methods("polar, polar")
     with pytest.raises(RecipeError, match="'identity.lam=1.' and 'b' are the same"):
         check_distinct(

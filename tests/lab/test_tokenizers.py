@@ -20,7 +20,7 @@ from wellcond.lab.tokenizers import (
     TokenizerChoice,
     make_tokenizer,
     read_tokenizer,
-    word_piece_tokenizer,
+    tokenizer_of,
 )
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -185,7 +185,8 @@ def test_a_file_that_cuts_or_pads_does_so_no_more(tmp_path):
 
 def test_large_vocabularies_need_wider_numbers():
     words = ["[UNK]", *(f"w{number}" for number in range(70_000))]
-    large = word_piece_tokenizer({word: number for number, word in enumerate(words)}, lower_case=False)
+    vocabulary = {word: number for number, word in enumerate(words)}
+    large = tokenizer_of(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
     (ids,) = large.encode_batch(["w69999"])
     assert ids.tolist() == [70_000] and ids.dtype == np.uint32
     with pytest.raises(DataError, match="no token that could end a document"):

@@ -110,7 +110,7 @@ def test_every_task_has_every_method_at_every_scale(task, scale):
 @pytest.mark.parametrize("task", TASKS)
 def test_tiny_landmarks_are_at_most_an_eighth_of_the_tokens(task):
     recipe, _ = load_recipe(f"lra-{task}", scale="tiny")
-    options = getattr(recipe.data, "options", {})
+    options = recipe.data.model_dump().get("options", {})
     side = getattr(recipe.task, "image_size", None) or options.get("image_size")
     length = recipe.task.length or side**2
     assert 8 * recipe.model.arguments["landmarks"] <= length

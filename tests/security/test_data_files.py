@@ -172,15 +172,6 @@ def test_a_pickle_in_the_types_of_a_parquet_file_is_not_loaded(canary, tmp_path)
     assert bundle.train[0]["text"] == "a"
 
 
-def test_arrays_of_objects_are_refused(canary, tmp_path):
-    objects = np.empty((10, 4), dtype=object)
-    objects[:] = canary.payload
-    metadata = tmp_path / "pathfinder/curv_contour_length_14/metadata"
-    metadata.mkdir(parents=True)
-    np.save(metadata / "0.npy", objects, allow_pickle=True)
-    assert "expected: text" in failure(source="pathfinder_folder", path=str(tmp_path / "pathfinder"))
-
-
 @pytest.mark.parametrize(
     "text", ["__import__('os').system('x')", "=cmd|'/c calc'!A0", "!!python/name:os.system", "{{7*7}}"]
 )

@@ -10,7 +10,7 @@ from lab.small import SETTINGS
 from wellcond.errors import WellcondError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tokenizers import read_tokenizer, word_piece_tokenizer
+from wellcond.lab.tokenizers import import_tokenizers, read_tokenizer, tokenizer_of
 from wellcond.models import ModelSpecError, build_model
 
 RECIPE = """
@@ -232,7 +232,8 @@ def test_code_beside_a_tokeniser_is_not_run(canary, tmp_path):
     auto_map = {"AutoTokenizer": ["tokenization_evil.EvilTokenizer", None]}
     (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map, "trust_remote_code": True}))
     words = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "a", "b")
-    pieces = word_piece_tokenizer({word: number for number, word in enumerate(words)}, lower_case=False)
+    vocabulary = {word: number for number, word in enumerate(words)}
+    pieces = tokenizer_of(import_tokenizers().models.WordPiece(vocabulary, unk_token="[UNK]"))
     pieces.inner.save(str(folder / "tokenizer.json"))
     assert read_tokenizer(folder).vocabulary_size == 6
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": canary.command}}))

@@ -111,7 +111,7 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
 
 
 def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
-    from wellcond.lab.data.digits import load_digits
+    from wellcond.lab.data.images import load_digits
 
     channels, *size = reads.image
     images = load_digits()[0].inputs
@@ -132,7 +132,7 @@ def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
     pictures = []
     for file in files[:samples]:
         where = f"--input: {file}"
-        picture: Any = to_channels(decode_image(read_image(file, where), where), channels, where)
+        picture: Any = to_channels(decode_image(read_image(file), where), channels, where)
         pixels = torch.from_numpy(np.array(picture.resize((width, height), bilinear), dtype=np.float32)) / 255
         pictures.append(pixels.view(height, width, channels).permute(2, 0, 1))
     mean, std = (  # of all channels, if the model has another number of them than its library says

@@ -159,7 +159,7 @@ EXAMPLES = {"tokens": "positions=25", "set": "optimizer.lr=3e-3"}
 def parse_method(text: str) -> dict[str, Any]:
     """Fields of `MethodSettings` from text; ValueError if that names no method, or two of the same kind."""
     fields: dict[str, Any] = {"label": text.strip()}
-    for name, options in map(_read_call, _split(text, "+")):
+    for name, options in map(_read_call, split_methods(text, "+")):
         if name in EXAMPLES:
             if name in fields or not options:
                 raise ValueError(f"expected one {name} with values such as {EXAMPLES[name]}, found {text!r}")
@@ -192,10 +192,9 @@ def parse_methods(text: str) -> tuple[MethodSettings, ...]:
 def check_distinct(methods: Sequence[MethodSettings]) -> None:
     """Raise RecipeError if two methods have one label (and folder), or are the same under two labels."""
     for first, second in itertools.combinations(methods, 2):
-        if first.label == second.label:
-            raise RecipeError(f"expected every method once, found {first.label!r} twice; give them different labels")
-        if first.model_dump(exclude={"label"}) == second.model_dump(exclude={"label"}):
-            raise RecipeError(f"expected every method once, but {first.label!r} and {second.label!r} are the same")
+        if first.label == second.label or first.model_dump(exclude={"label"}) == second.model_dump(exclude={"label"}):
+            both = f"{first.label!r} and {second.label!r} are the same"
+            raise RecipeError(f"expected methods that differ, with labels that differ, but {both}")
 
 
 # The text of methods: names with options, whose values are YAML.
@@ -211,7 +210,7 @@ _TOKEN = re.compile(
 )
 
 
-def _split(text: str, sign: str) -> list[str]:
+def split_methods(text: str, sign: str = ",") -> list[str]:
     """The parts of a text between signs that are outside brackets and quotation marks."""
     if len(text) > MOST_METHOD_CHARACTERS:
         raise ValueError(f"expected a method of at most {MOST_METHOD_CHARACTERS} characters, found {len(text)}")
@@ -228,11 +227,6 @@ def _split(text: str, sign: str) -> list[str]:
     return [*parts, text[start:].strip()]
 
 
-def split_methods(text: str) -> list[str]:
-    """The texts of a comma-separated list of methods; ValueError for brackets that are not closed."""
-    return _split(text, ",")
-
-
 def _read_call(text: str) -> tuple[str, dict[str, Any]]:
     """Name and options of a part of a method; ValueError for other text."""
     found = re.fullmatch(r"([A-Za-z_]\w*)\s*(?:\((.*)\))?", text, re.DOTALL)
@@ -240,7 +234,7 @@ def _read_call(text: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"expected a method such as conditioned or identity(lam=10), found {text!r}")
     name, inside = found[1], (found[2] or "").strip()
     options: dict[str, Any] = {}
-    for pair in _split(inside, ",") if inside else ():
+    for pair in split_methods(inside) if inside else ():
         key, _, value = (part.strip() for part in pair.partition("="))
         words = key.split(".") if name == "set" else [key]
         values = read_yaml(f"[{value}]", f"{key} in {text!r}")

@@ -32,13 +32,10 @@ from wellcond.lab.train.optimizers import Constant, OptimizerSettings, ScheduleS
 
 
 def _check_folder_name(name: str) -> str:
+    """Text that becomes a part of a path, which it cannot leave."""
     if not re.fullmatch(r"[^\W_][\w.+ -]*", name):
         raise ValueError("expected a name for a folder: letters, digits, and . _ + - or spaces after the first")
     return name
-
-
-FolderName = Annotated[str, AfterValidator(_check_folder_name)]
-"""Text from a recipe that becomes a part of a path, which it cannot leave."""
 
 
 class AveragingSettings(Settings):
@@ -134,7 +131,7 @@ class TunedSettings(Settings):
 class Recipe(Settings):
     """One task, one model, one way to train; and the methods and seeds to compare."""
 
-    name: FolderName
+    name: Annotated[str, AfterValidator(_check_folder_name)]
     """Runs are in a folder of this name, unless --folder says otherwise."""
     title: str = ""
     description: str = ""
@@ -192,13 +189,9 @@ class Recipe(Settings):
         return data | {"method": method.model_dump(mode="json"), "seed": seed}
 
 
-# Fields that do not change a run's numbers: a run may be resumed with others.
-WITHOUT_EFFECT = ("title", "description", "checkpoint", "logging")
-
-
 def with_effect(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that changes a run's numbers."""
-    kept = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
+    """The part of a configuration that changes a run's numbers; a run may be resumed with another rest."""
+    kept = {key: value for key, value in config.items() if key not in ("title", "description", "checkpoint", "logging")}
     kept["training"] = {key: value for key, value in kept["training"].items() if key != "workers"}
     # What a method sets is in the other parts of the configuration already.
     kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}
@@ -233,10 +226,7 @@ ALLOWED = re.compile(
 
 
 def override_recipe(recipe: Recipe, method: MethodSettings) -> Recipe:
-    """The recipe of a method's runs: its `set` applied; the recipe itself if it has none.
-
-    Raises: RecipeError that names the method, the field, what was expected and what was found.
-    """
+    """The recipe of a method's runs: its `set` applied; the recipe itself if it has none."""
     if not method.set:
         return recipe
     fields: dict[str, Any] = {}

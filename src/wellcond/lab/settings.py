@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from wellcond.errors import UnknownChoiceError, WellcondError, check_choice
+from wellcond.errors import UnknownChoiceError, WellcondError
 
 Scale = Literal["tiny", "small", "paper"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -94,15 +94,18 @@ def list_problems(error: ValueError) -> list[str]:
     return lines
 
 
-def choose_by_name(what: str, *settings: type[Settings]) -> Callable[[Any], Any]:
-    """A validator of fields whose `name` says which of several settings they have."""
-    kinds = {kind.model_fields["name"].default: kind for kind in settings}
+def choose_by_name(what: str, *settings: type[Settings], field: str = "name") -> Callable[[Any], Any]:
+    """A validator that makes those settings of a mapping whose name is in its `field`; UnknownChoiceError for none."""
+    kinds = {kind.model_fields[field].default: kind for kind in settings}
 
     def choose(raw: Any) -> Any:
-        if not isinstance(raw, dict):
+        if isinstance(raw, Settings):
             return raw
-        check_choice(what, raw.get("name"), sorted(kinds))
-        return kinds[raw["name"]].model_validate(raw)
+        name = raw.get(field) if isinstance(raw, dict) else None
+        if name not in list(kinds):
+            advice = "" if name else f"expected a mapping such as {{{field}: {min(kinds)}}}, found {raw!r}"
+            raise UnknownChoiceError(what, name, sorted(kinds), advice=advice)
+        return kinds[name].model_validate(raw)
 
     return choose
 
@@ -145,24 +148,18 @@ MOST_VALUES = 100_000
 """With aliases written out: nine lines of them can stand for a billion values."""
 
 
-def _check_size(node: yaml.Node) -> None:
-    """Raise YAMLError if a document has too many values, or endless ones: an alias within what it names."""
-    left, waiting = MOST_VALUES, [node]
-    while waiting:
-        node, left = waiting.pop(), left - 1
-        if left < 0:
-            raise yaml.composer.ComposerError(None, None, f"expected at most {MOST_VALUES} values", node.start_mark)
-        inside = node.value if isinstance(node, yaml.CollectionNode) else []
-        waiting += [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
-
-
 @functools.lru_cache(maxsize=256)  # parsing takes milliseconds, and many recipes extend the same one
 def _parse(text: str) -> Any:
     loader = _Loader(text)
-    if (node := loader.get_single_node()) is None:
-        return None
-    _check_size(node)
-    return loader.construct_document(node)
+    document = loader.get_single_node()
+    left, waiting = MOST_VALUES, [document]
+    while waiting:
+        node, left = waiting.pop(), left - 1
+        if left < 0:  # too many, or endless ones: an alias within what it names
+            raise yaml.composer.ComposerError(None, None, f"expected at most {MOST_VALUES} values", node.start_mark)
+        inside = node.value if isinstance(node, yaml.CollectionNode) else []
+        waiting += [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
+    return None if document is None else loader.construct_document(document)
 
 
 def read_yaml(text: str, where: str = "the value") -> Any:

@@ -23,10 +23,6 @@ TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 VERSION = 3
 WORD_PIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_TEXT = "<|endoftext|>"
-ALPHABET = 1000
-"""Characters that word pieces are made of; those that are rarer are unknown."""
-MIN_FREQUENCY = 2
-"""How often a pair must occur to become a token."""
 
 
 class TrainedTokenizer(Settings):
@@ -149,9 +145,6 @@ def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, ba
     """The tokeniser that the field `tokenizer` of a task asks for, trained on `train` if it is to be trained.
 
     A relative path of a file starts at `base`, the recipe's folder; else it is a name in a mirror.
-
-    Raises: DataError if a file is missing or wrong or the text does not suffice; RecipeError for another file than the
-        recipe says.
     """
     if choice == "bytes":
         return ByteTokenizer()
@@ -169,10 +162,7 @@ def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, ba
 
 
 def read_tokenizer(path: Path) -> LibraryTokenizer:
-    """The tokeniser of a file, or of a folder that has tokenizer.json, or vocab.json with merges.txt.
-
-    Raises: DataError if a file is missing or is not what its name says.
-    """
+    """The tokeniser of a file, or of a folder that has tokenizer.json, or vocab.json with merges.txt."""
     library = import_tokenizers()
     if path.is_dir():
         path = next((path / name for name in (TOKENIZER, VOCABULARY, MERGES) if (path / name).is_file()), path)
@@ -185,7 +175,7 @@ def read_tokenizer(path: Path) -> LibraryTokenizer:
         model = library.models.BPE.from_file(*map(str, files))
         if missing := set(library.pre_tokenizers.ByteLevel.alphabet()) - set(library.Tokenizer(model).get_vocab()):
             raise ValueError(f"no token for {len(missing)} of the 256 bytes")
-        return byte_pair_tokenizer(model)
+        return tokenizer_of(model)
     except Exception as error:  # the library has no class of its own for errors
         raise DataError(
             f"{' and '.join(map(str, files))}: the tokeniser cannot be read.",
@@ -194,39 +184,27 @@ def read_tokenizer(path: Path) -> LibraryTokenizer:
         ) from error
 
 
-def byte_pair_tokenizer(model: Any, *, lower_case: bool = False) -> LibraryTokenizer:
-    """A model of byte pairs with what goes in front of it and behind it in GPT-2."""
+def tokenizer_of(model: Any, *, lower_case: bool = False) -> LibraryTokenizer:
+    """A model with what goes in front of it and behind it: of word pieces as in BERT, of byte pairs as in GPT-2."""
     library = import_tokenizers()
     tokenizer = library.Tokenizer(model)
-    if lower_case:
-        tokenizer.normalizer = library.normalizers.Lowercase()
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    return _with_special_tokens(tokenizer)
-
-
-def word_piece_tokenizer(vocabulary: dict[str, int], *, lower_case: bool) -> LibraryTokenizer:
-    """A vocabulary of word pieces with what goes in front of it and behind it in BERT."""
-    library = import_tokenizers()
-    tokenizer = library.Tokenizer(library.models.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
-    tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = library.decoders.WordPiece()
-    return _with_special_tokens(tokenizer)
-
-
-def _with_special_tokens(tokenizer: Any) -> LibraryTokenizer:
+    if isinstance(model, library.models.WordPiece):
+        tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
+        tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = library.decoders.WordPiece()
+    else:
+        if lower_case:
+            tokenizer.normalizer = library.normalizers.Lowercase()
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = library.decoders.ByteLevel()
     vocabulary = tokenizer.get_vocab()
-    special = dict.fromkeys(name for names in SPECIAL.values() for name in names if name in vocabulary)
+    special = {name for names in SPECIAL.values() for name in names if name in vocabulary}
     tokenizer.add_special_tokens(sorted(special, key=vocabulary.__getitem__))
     return LibraryTokenizer(tokenizer)
 
 
 def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -> LibraryTokenizer:
-    """The tokeniser of a dataset, from the cache or trained now; the same text gives the same tokeniser.
-
-    Raises: DataError if the text is too small for the vocabulary, or the vocabulary for the text; CacheError.
-    """
+    """The tokeniser of a dataset, from the cache or trained now; the same text gives the same tokeniser."""
     library = import_tokenizers()
     made_from = {
         "version": VERSION,
@@ -236,8 +214,7 @@ def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -
     }
 
     def make(folder: Path) -> None:
-        train = _word_pieces if settings.train == "wordpiece" else _byte_pairs
-        tokenizer, smallest = train(settings, dataset)
+        tokenizer, smallest = _train(settings, dataset)
         found, wanted = tokenizer.get_vocab_size(), settings.vocabulary
         if found != wanted:
             raise DataError(
@@ -262,52 +239,42 @@ def _texts(settings: TrainedTokenizer, dataset: Dataset) -> Iterator[str]:
             return
 
 
-def _byte_pairs(settings: TrainedTokenizer, dataset: Dataset) -> tuple[Any, int]:
-    """The tokeniser, and the size of the smallest one."""
-    library = import_tokenizers()
-    tokenizer = byte_pair_tokenizer(library.models.BPE(), lower_case=settings.lower_case).inner
-    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=settings.vocabulary,
-        min_frequency=MIN_FREQUENCY,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_texts(settings, dataset), trainer)
-    return tokenizer, len(alphabet) + 1
+def _train(settings: TrainedTokenizer, dataset: Dataset) -> tuple[Any, int]:
+    """The library's tokeniser, and the size of the smallest one.
 
-
-def _word_pieces(settings: TrainedTokenizer, dataset: Dataset) -> tuple[Any, int]:
-    """The tokeniser, and the size of the smallest one.
-
-    The library numbers continued characters (##e) in the order of a hash table, another one in every process, and
-    decides between pairs that are equally frequent by these numbers. So the characters are found in a first pass and
-    given to the second one in order, as if they were special tokens, which the library numbers first.
+    The library numbers continued characters of word pieces (##e) in the order of a hash table, another one in every
+    process, and decides between pairs that are equally frequent by these numbers. So the characters are found in a
+    first pass and given to the second one in order, as if they were special tokens, which the library numbers first.
     """
     library = import_tokenizers()
-    vocabulary = {name: number for number, name in enumerate(WORD_PIECE_SPECIAL)}
-    normalizer = word_piece_tokenizer(vocabulary, lower_case=settings.lower_case).inner.normalizer
+
+    def run(model: Any, trainer: Any, special: list[str], alphabet: list[str], size: int) -> Any:
+        tokenizer = tokenizer_of(model, lower_case=settings.lower_case).inner
+        options = {"special_tokens": special, "initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}
+        made = trainer(vocab_size=size, min_frequency=2, show_progress=False, **options)
+        tokenizer.train_from_iterator(_texts(settings, dataset), made)
+        return tokenizer
+
+    if settings.train == "bpe":
+        alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+        trainer = library.trainers.BpeTrainer
+        return run(library.models.BPE(), trainer, [END_OF_TEXT], alphabet, settings.vocabulary), len(alphabet) + 1
+
+    def word_pieces(vocabulary: dict[str, int]) -> Any:
+        return library.models.WordPiece(vocabulary, unk_token="[UNK]")
+
+    def train_pieces(special: list[str], size: int) -> dict[str, int]:
+        start = word_pieces({name: number for number, name in enumerate(WORD_PIECE_SPECIAL)})
+        tokenizer = run(start, library.trainers.WordPieceTrainer, special, alphabet, size)
+        return tokenizer.get_vocab(with_added_tokens=False)
+
+    normalizer = library.normalizers.BertNormalizer(lowercase=settings.lower_case)
     seen: Counter[str] = Counter()
     for text in _texts(settings, dataset):
         seen.update(normalizer.normalize_str(text))
     common = sorted(seen, key=lambda character: (-seen[character], character))
-    alphabet = sorted([character for character in common if not character.isspace()][:ALPHABET])
-
-    def run(first: list[str], size: int) -> dict[str, int]:
-        pieces = word_piece_tokenizer(vocabulary, lower_case=settings.lower_case).inner
-        trainer = library.trainers.WordPieceTrainer(
-            vocab_size=size,
-            min_frequency=MIN_FREQUENCY,
-            special_tokens=first,
-            initial_alphabet=alphabet,
-            limit_alphabet=len(alphabet),
-            show_progress=False,
-        )
-        pieces.train_from_iterator(_texts(settings, dataset), trainer)
-        return pieces.get_vocab(with_added_tokens=False)
-
-    characters = sorted(set(run(list(WORD_PIECE_SPECIAL), 0)) - set(WORD_PIECE_SPECIAL))
+    alphabet = sorted([character for character in common if not character.isspace()][:1000])  # others are unknown
+    characters = sorted(set(train_pieces(list(WORD_PIECE_SPECIAL), 0)) - set(WORD_PIECE_SPECIAL))
     ordered = [*WORD_PIECE_SPECIAL, *characters]
-    trained = run(ordered, settings.vocabulary)
-    return word_piece_tokenizer(trained, lower_case=settings.lower_case).inner, len(ordered)
+    trained = word_pieces(train_pieces(ordered, settings.vocabulary))
+    return tokenizer_of(trained, lower_case=settings.lower_case).inner, len(ordered)

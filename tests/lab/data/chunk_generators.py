@@ -10,6 +10,9 @@ from wellcond.lab.data import DataError, GeneratorOptions, TensorDataset
 
 
 class CountingOptions(GeneratorOptions):
+    class_names = ("even", "odd")
+    vocabulary_size = 50
+    chunk = 10
     width: int = 6
     record: str | None = None
     fail_from: int | None = None

@@ -45,9 +45,8 @@ def write_parquet(path, columns):
 def write_features(path, columns, features):
     """Parquet with the types of the hub (class names, images) in its metadata."""
     datasets = pytest.importorskip("datasets")
-    from wellcond.lab.data.tables import reading
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    with reading(str(path), "room"):
-        datasets.Dataset.from_dict(columns, features=datasets.Features(features)).to_parquet(path)
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(columns, features=datasets.Features(features)).to_parquet(path)
+    datasets.enable_progress_bars()
     return path

@@ -54,7 +54,7 @@ def test_compressed_files_are_read_like_plain_ones(tmp_path, suffix):
 def test_own_files_are_memory_mapped_in_the_cache_folder(tmp_path, cache_folder):
     write_rows(tmp_path / "a.jsonl")
     bundle = load(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.5, **NAMED)
-    (mapped,) = bundle.train.table.data.cache_files
+    (mapped,) = bundle.train.data.cache_files
     assert mapped["filename"].startswith(str(cache_folder))
 
 
@@ -131,7 +131,7 @@ def test_csv_texts_survive_as_written(tmp_path):
     [
         ("a,1,2\n", "3 values in the first row for the columns text, label"),
         ("a,0\nb,1,2\n", "a.csv: this cannot be read"),
-        ("a,0\nb\n", "row 1 (the first is 0): the label is not an integer or a text"),
+        ("a,0\nb\n", "row 1 (the first is 0): the label is not a class"),
         ("a\n", "1 values in the first row for the columns text, label"),
     ],
 )
@@ -228,7 +228,7 @@ def test_missing_columns_list_those_that_exist(tmp_path):
     write_rows(tmp_path / "a.csv")
     fields = {"source": "files", "train": "a.csv", "evaluation": "a.csv"}
     message = failure(tmp_path, **fields, input="reviews", label="stars")
-    assert "there is no column 'reviews'" in message and "columns review, stars, id" in message
+    assert "column 'reviews' cannot be the input" in message and "no such column; columns review, stars, id" in message
     assert "the field 'label' names" in failure(tmp_path, **fields, input="review", label="star")
     message = failure(tmp_path, **fields)
     assert "which column is the input is not clear" in message and "columns review, stars" in message
@@ -251,10 +251,10 @@ def test_missing_text_names_the_row(tmp_path):
     [
         ([0, 1], [1, 2], "evaluation.jsonl, row 1 (the first is 0): the label is not a class"),
         ([0, 1], [-1], "evaluation.jsonl, row 0 (the first is 0): the label is not a class"),
-        ([0, 0.5], [0], "train.jsonl, row 0 (the first is 0): the label is not an integer"),
-        ([[0], [1]], [0], "train.jsonl, row 0 (the first is 0): the label is not an integer"),
-        ([0, None], [0], "train.jsonl, row 1 (the first is 0): the label is not an integer or a text"),
-        (["a", ""], ["a"], "train.jsonl, row 1 (the first is 0): the label is not an integer or a text"),
+        ([0, 0.5], [0], "train.jsonl, row 0 (the first is 0): the label is not a class"),
+        ([[0], [1]], [0], "train.jsonl, row 0 (the first is 0): the label is not a class"),
+        ([0, None], [0], "train.jsonl, row 1 (the first is 0): the label is not a class"),
+        (["a", ""], ["a"], "train.jsonl, row 1 (the first is 0): the label is not a class"),
         (["b", "a"], ["a", "c"], "evaluation.jsonl, row 1 (the first is 0): the label is not a class of the training"),
         (["b", "a"], [0], "evaluation.jsonl, row 0 (the first is 0): the label is not a class of the training"),
         ([0, 1], ["a"], "evaluation.jsonl, row 0 (the first is 0): the label is not a class of the training"),
@@ -270,7 +270,7 @@ def test_wrong_labels_name_file_row_and_value(tmp_path, train, evaluation, messa
 @pytest.mark.parametrize(
     ("train", "evaluation", "message"),
     [
-        (["0", "1", ""], ["0"], "train.csv, row 2 (the first is 0): the label is not an integer or a text"),
+        (["0", "1", ""], ["0"], "train.csv, row 2 (the first is 0): the label is not a class"),
         (["0", "1"], ["1", "one"], "evaluation.csv, row 1 (the first is 0): the label is not a class"),
     ],
 )

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from lab.data.helpers import failure, load, write_csv, write_features, write_parquet
 from wellcond.lab.data import fingerprint, resolve_config
-from wellcond.lab.data.tables import reading
+from wellcond.lab.data.tables import opened
 
 datasets = pytest.importorskip("datasets")
 
@@ -117,7 +117,7 @@ def test_missing_configuration_split_or_column_lists_those_that_exist(mirror):
     message = failure(source="hub", id="lab/pictures", train_split="training")
     assert "there is no split 'training'" in message
     message = failure(source="hub", id="lab/pictures", input="image")
-    assert "there is no column 'image'" in message and "columns img, label" in message
+    assert "column 'image' cannot be the input" in message and "no such column; columns img, label" in message
     message = failure(source="hub", id="lab/texts", config="two")
     assert "which column is the input is not clear" in message and "first, second" in message
     (mirror / "lab/pictures/plain/test-00000-of-00001.parquet").unlink()
@@ -162,11 +162,12 @@ def test_progress_bars_are_silent_and_their_setting_restored(mirror, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_progress_bars_show_on_a_terminal(monkeypatch):
-    with reading("x", "y"):
+def test_progress_bars_show_on_a_terminal(tmp_path, monkeypatch):
+    file = write_csv(tmp_path / "a.csv", ["text"], [["a"]])
+    with opened([file]):
         assert datasets.are_progress_bars_disabled()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with reading("x", "y"):
+    with opened([file]):
         assert not datasets.are_progress_bars_disabled()
 
 
@@ -188,7 +189,7 @@ def test_held_out_makes_three_splits(mirror, png):
     assert sorted(bundle.evaluation.labels.tolist()) == [0, 1]  # of every class alike
     assert contents["test"] <= {png(seed) for seed in range(4)}
     message = failure(source="hub", id="lab/pictures", held_out=0.34, evaluation_split="train")
-    assert "no split left to test on" in message
+    assert "there is no split 'train'" in message and "with 'held_out' none to train on" in message
 
 
 def test_held_out_of_the_split_named_test(mirror):

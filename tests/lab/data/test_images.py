@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from wellcond.lab.data import DataError, TensorDataset, as_tensor_images, to_channels
+from wellcond.lab.data import images as images_of_data
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.images import decode_image
 
@@ -37,12 +38,13 @@ def test_whole_split_becomes_one_tensor():
     assert seen[-1] == ("decoding images", 5, 5)
 
 
-def test_sizes_that_differ_or_exceed_the_limit_give_none():
+def test_sizes_that_differ_or_exceed_the_limit_give_none(monkeypatch):
     images = [random_image(), random_image(shape=(6, 9, 3))]
     assert as_tensor_images(Images(images), channels=3) is None
     same = Images([random_image(1), random_image(2)])
-    assert as_tensor_images(same, channels=3, byte_limit=2 * 6 * 8 * 3 - 1) is None
-    assert as_tensor_images(same, channels=3, byte_limit=2 * 6 * 8 * 3) is not None
+    for limit, fits in ((2 * 6 * 8 * 3 - 1, False), (2 * 6 * 8 * 3, True)):
+        monkeypatch.setattr(images_of_data, "BYTE_LIMIT", limit)
+        assert (as_tensor_images(same, channels=3) is not None) == fits
 
 
 def test_size_resizes_the_shorter_side_and_cuts_the_centre():
@@ -72,7 +74,7 @@ def test_grey_and_rgb_agree_between_images_and_tensors():
     image = random_image()
     tensor = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     grey = torch.from_numpy(np.array(to_channels(image, 1)))
-    assert (to_channels(tensor, 1)[0].int() - grey.int()).abs().max() <= 1
+    assert to_channels(tensor, 1)[0].equal(grey)
     assert to_channels(to_channels(image, 1), 3).getpixel((1, 2)) == (int(grey[2, 1]),) * 3
 
 
@@ -101,5 +103,7 @@ def test_orientation_in_exif_is_applied():
 def test_what_cannot_be_converted_is_refused():
     with pytest.raises(DataError, match=r"32-bit pixels(?s:.)*mode 'F'"):
         to_channels(Image.new("F", (2, 2)), 3)
-    with pytest.raises(DataError, match=r"1 or 3(?s:.)*found: +2"):
+    with pytest.raises(DataError, match=r"3, or 1(?s:.)*found: +2"):
         to_channels(torch.zeros(2, 4, 4), 3)
+    with pytest.raises(DataError, match=r"1, or 1(?s:.)*found: +3"):
+        to_channels(torch.zeros(3, 4, 4), 1)

@@ -11,7 +11,7 @@ from scipy import stats
 
 from lab.data.helpers import failure, load
 from wellcond.lab.data.base import DataError
-from wellcond.lab.data.listops import ListOpsOptions, evaluate, length_distribution, listops, to_tokens
+from wellcond.lab.data.listops import SYMBOLS, ListOpsOptions, evaluate, length_distribution, listops
 
 MIRROR = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[3] / "../shared/data")
 SHORT = {"max_depth": 4, "max_args": 4, "min_length": 4, "max_length": 60}
@@ -20,6 +20,11 @@ SHORT = {"max_depth": 4, "max_args": 4, "min_length": 4, "max_length": 60}
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "cache"))
+
+
+def to_tokens(text):
+    """As published, with round brackets that carry no information, or without them."""
+    return [SYMBOLS.index(symbol) for symbol in text.replace("(", " ").replace(")", " ").split()]
 
 
 @pytest.mark.parametrize(

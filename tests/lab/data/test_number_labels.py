@@ -40,7 +40,7 @@ def test_whole_numbers_are_numbers_too(tmp_path, name):
 
 def test_classes_stay_classes_and_are_refused_if_they_have_decimals(tmp_path):
     path = write(tmp_path, "a.jsonl", NUMBERS)
-    assert "the label is not an integer" in failure(**fields(path, label_kind="class"))
+    assert "the label is not a class" in failure(**fields(path, label_kind="class"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from wellcond.lab.data import (
     resolve_config,
 )
 from wellcond.lab.data.base import SOURCES
-from wellcond.lab.data.digits import load_digits
+from wellcond.lab.data.images import load_digits
 from wellcond.lab.recipe import Recipe
 
 
@@ -34,7 +34,7 @@ def test_unknown_source_lists_the_registered_ones():
 
 @pytest.mark.parametrize("raw", [{"path": "x"}, "digits", None])
 def test_missing_source_lists_the_registered_ones(raw):
-    with pytest.raises(UnknownChoiceError, match="(?s)data name their source.*one of .*'digits', 'files', 'generated'"):
+    with pytest.raises(UnknownChoiceError, match="(?s)mapping such as {source: aan_pairs}.*one of .*'digits', 'files'"):
         resolve_config(raw)
 
 
@@ -70,7 +70,7 @@ def test_a_source_registered_later_is_part_of_the_union():
         bundle = load_data(make_recipe(data={"source": "ones", "count": 4}).data)
         assert len(bundle.train) == 4 and bundle.class_names is None and bundle.train[0].keys() == {"image"}
     finally:
-        SOURCES.pop("ones", None)
+        SOURCES.pop(OnesConfig, None)
 
 
 def test_settings_are_frozen():

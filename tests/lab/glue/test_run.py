@@ -283,7 +283,7 @@ def bad_file(header, *rows):
         (lambda folder: shutil.rmtree(folder / "cola"), "those of other or several configurations"),
         (
             bad_file(["text", "label"], ["the cat", 1]),
-            "validation.tsv: there is no column 'sentence'.*columns text, label",
+            "validation.tsv: column 'sentence' cannot be the input.*columns text, label",
         ),
         (bad_file(["sentence", "answer"], ["the cat", 1]), "validation.tsv: there is no column 'label'"),
         (

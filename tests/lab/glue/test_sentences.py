@@ -8,13 +8,13 @@ from lab.helpers import ListSplit
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.glue import Sentences, with_marks
-from wellcond.lab.tokenizers import ByteTokenizer, word_piece_tokenizer
+from wellcond.lab.tokenizers import ByteTokenizer, import_tokenizers, tokenizer_of
 
 VOCABULARY = {name: number for number, name in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
 
 
 def tokenizer():
-    return word_piece_tokenizer(dict(VOCABULARY), lower_case=True)
+    return tokenizer_of(import_tokenizers().models.WordPiece(VOCABULARY, unk_token="[UNK]"), lower_case=True)
 
 
 def rows(*examples, length=16):

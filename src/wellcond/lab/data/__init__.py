@@ -19,7 +19,7 @@ from wellcond.lab.data.generated import GeneratorOptions, register_generator
 from wellcond.lab.data.images import as_tensor_images, to_channels
 
 # These register themselves.
-from wellcond.lab.data import citations, digits, listops, pathfinder, tables, text  # noqa: F401  # isort: skip
+from wellcond.lab.data import citations, listops, pathfinder, tables, text  # noqa: F401  # isort: skip
 
 __all__ = [
     "Data",

@@ -13,12 +13,8 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from wellcond.errors import UnknownChoiceError, WellcondError
-from wellcond.lab.settings import Settings
-
-Kind = Literal["image", "text", "tokens", "detection"]
-NUM_DIGESTED = 16
-"""Inputs of a dataset that its fingerprint covers."""
+from wellcond.errors import WellcondError
+from wellcond.lab.settings import Settings, choose_by_name
 
 
 class DataError(WellcondError, ValueError):
@@ -96,7 +92,7 @@ class Data:
     """A training split, an evaluation split, and what they are about."""
 
     name: str
-    kind: Kind
+    kind: Literal["image", "text", "tokens", "detection"]
     train: Dataset
     evaluation: Dataset
     class_names: tuple[str, ...] | None
@@ -129,10 +125,7 @@ def draw_subset(dataset: Part, limit: int | None) -> Part:
 
 
 def draw_fraction(dataset: Part, fraction: float, what: str) -> tuple[Part, Part]:
-    """Examples to train and to evaluate on, drawn with a fixed seed; of every class the same share, not all.
-
-    Raises: DataError if there are too few examples to evaluate on any; the message begins with `what`.
-    """
+    """Examples to train and to evaluate on, drawn with a fixed seed; of every class the same share, not all."""
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
     groups, labels = [order], dataset.labels
     if labels is not None and not labels.is_floating_point():
@@ -157,21 +150,18 @@ def fingerprint(data: Data) -> dict[str, Any]:
     The digest of a dataset covers its size, every label, and 16 inputs spread evenly from the first to the last, each
     as stored. It does not cover the inputs between those, so that sets of any size take milliseconds.
     """
-    splits = {"train": data.train, "evaluation": data.evaluation, **data.others}
-    return {name: {"size": len(split), "sha256": _digest(split)} for name, split in splits.items()}
-
-
-def _digest(dataset: Dataset) -> str:
-    digest = hashlib.sha256(str(len(dataset)).encode())
-    if dataset.labels is not None:
-        labels = dataset.labels.numpy()
-        digest.update(labels.astype("<f8" if labels.dtype.kind == "f" else "<i8").tobytes())
-    last = len(dataset) - 1
-    for index in sorted(set(torch.linspace(0, last, NUM_DIGESTED, dtype=torch.float64).long().tolist()) | {0, last}):
-        content = dataset.content(index)
-        digest.update(len(content).to_bytes(8, "little"))
-        digest.update(content)
-    return digest.hexdigest()
+    found = {}
+    for name, split in {"train": data.train, "evaluation": data.evaluation, **data.others}.items():
+        digest = hashlib.sha256(str(len(split)).encode())
+        if split.labels is not None:
+            labels = split.labels.numpy()
+            digest.update(labels.astype("<f8" if labels.dtype.kind == "f" else "<i8").tobytes())
+        last = len(split) - 1
+        for index in sorted(set(torch.linspace(0, last, 16, dtype=torch.float64).long().tolist()) | {0, last}):
+            content = split.content(index)
+            digest.update(len(content).to_bytes(8, "little") + content)
+        found[name] = {"size": len(split), "sha256": digest.hexdigest()}
+    return found
 
 
 # Progress
@@ -209,39 +199,28 @@ class SourceConfig(Settings):
 
 
 Load = Callable[[Any, Path], Data]
-SOURCES: dict[str, tuple[type[SourceConfig], Load]] = {}
-"""The settings of each source and the function that loads it."""
+SOURCES: dict[type[SourceConfig], Load] = {}
+"""The function that loads each source, by its settings."""
 
 
 def register_source(config_class: type[SourceConfig]) -> Callable[[Load], Load]:
     """Decorate the loader of a source with its settings, whose field `source` has the name as its default."""
 
     def register(load: Load) -> Load:
-        SOURCES[config_class.model_fields["source"].default] = (config_class, load)
+        SOURCES[config_class] = load
         return load
 
     return register
 
 
 def resolve_config(raw: object) -> SourceConfig:
-    """The settings of the source that `raw["source"]` names.
-
-    Raises: UnknownChoiceError without a source that is registered, pydantic.ValidationError.
-    """
-    if isinstance(raw, SourceConfig):
-        return raw
-    source, names = raw.get("source") if isinstance(raw, Mapping) else None, sorted(SOURCES)
-    if source not in names:
-        advice = "" if source else f"data name their source, such as {{source: digits}}; found {raw!r}"
-        raise UnknownChoiceError("data source", source, names, advice=advice)
-    return SOURCES[str(source)][0].model_validate(raw)
+    """The settings of the source that `raw["source"]` names."""
+    return choose_by_name("data source", *SOURCES, field="source")(raw)
 
 
 def load_data(config: SourceConfig, *, base: Path | None = None) -> Data:
     """Load the data that `config` describes; relative paths start at `base`, the current folder by default.
 
     Rows and labels are checked here; an image is first decoded when it is asked for.
-
-    Raises: DataError if the data are not as described; MissingExtraError if a package is not installed.
     """
-    return SOURCES[config.source][1](config, Path.cwd() if base is None else Path(base))
+    return SOURCES[type(config)](config, Path.cwd() if base is None else Path(base))

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, DataError, SourceConfig, register_source
-from wellcond.lab.data.disk import find_path, read_lines, require
+from wellcond.lab.data.base import Data, DataError, SourceConfig, register_source, report_progress
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.seeding import generator
 
 CLASS_NAMES = ("unrelated", "related")
 MAX_BYTES = 4100
 """Of each published text; more than any recipe reads."""
 Pair = tuple[int, int]
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +48,24 @@ class PairDataset:
         return b"\0".join(self.texts[number] for number in self.pairs[index].tolist())
 
 
+def _read_lines(file: Path, parse: Callable[[bytes], Row], expected: str) -> Iterator[Row]:
+    """What `parse` makes of each line of a file; DataError for a line of which it makes nothing."""
+    done, size = 0, file.stat().st_size
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                yield parse(line.rstrip(b"\r\n"))
+            except (ValueError, KeyError) as error:
+                raise DataError(
+                    f"{file}, line {number}: the row cannot be used.",
+                    expected=expected,
+                    found=f"{line.decode('utf-8', 'replace').rstrip()[:60]!r}; {type(error).__name__}: {error}",
+                ) from error
+            done += len(line)
+            if number % 1000 == 0:
+                report_progress(f"reading {file.name}", done, size)
+
+
 class AanPairsConfig(SourceConfig):
     """Settings of `aan_pairs`, the files of the Long Range Arena's retrieval task."""
 
@@ -68,25 +87,23 @@ def load_aan_pairs(config: AanPairsConfig, base: Path) -> Data:
 def _read_aan(file: Path) -> PairDataset:
     """Rows of label, two ids and two texts.
 
-    Texts are as they stand in the file, as in the published pipeline: with the b and the quotes of the Python literals
-    they were written as.
+    Texts keep the b and the quotes of the Python literals they were written as, as in the published pipeline.
     """
+    texts: dict[bytes, int] = {}
 
-    def parse(line: bytes) -> tuple[int, list[bytes]]:
+    def parse(line: bytes) -> tuple[int, list[int]]:
         # No quoting: the texts hold quotes of their own.
         label, _, _, *both = line.split(b"\t")
         if len(both) != 2 or not all(both):
             raise ValueError(f"{len(both)} texts, or an empty one")
-        return {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}[label], both
+        pair = [texts.setdefault(text[:MAX_BYTES], len(texts)) for text in both]
+        return {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}[label], pair
 
     expected = "separated by tabs: the label 0 or 1, two ids, and two texts that are not empty"
-    texts: dict[bytes, int] = {}
-    pairs, labels = [], []
-    for label, both in read_lines(file, parse, expected):
-        pairs.append([texts.setdefault(text[:MAX_BYTES], len(texts)) for text in both])
-        labels.append(label)
-    if not pairs:
+    rows = list(_read_lines(file, parse, expected))
+    if not rows:
         raise DataError(f"{file}: there are no rows.", expected=expected, found="an empty file")
+    labels, pairs = zip(*rows, strict=True)
     return PairDataset(list(texts), torch.tensor(pairs), torch.tensor(labels))
 
 
@@ -117,13 +134,14 @@ def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
     positives = [pair for pair in reversed(different.values()) if not blank & set(pair)]
     # No unrelated pair may be one of these, nor one that another split has drawn.
     taken = set(different)
-    splits, tenth = {}, round(0.1 * len(positives))
+    tenth = round(0.1 * len(positives))
     order = torch.randperm(len(positives), generator=generator(0, "citations, division by pairs"))
     parts = order.split([tenth, tenth, len(positives) - 2 * tenth])
-    for name, part in zip(("evaluation", "test", "train"), parts, strict=True):
-        related = [positives[number] for number in part.sort().values.tolist()]
-        splits[name] = PairDataset(texts, *_balance(related, taken, name, folder))
-    train, evaluation, test = (splits[name] for name in ("train", "evaluation", "test"))
+    related = [[positives[number] for number in part.sort().values.tolist()] for part in parts]
+    evaluation, test, train = (
+        PairDataset(texts, *_balance(pairs, taken, name, folder))
+        for name, pairs in zip(("evaluation", "test", "train"), related, strict=True)
+    )
     origin = f"paper pairs of {folder.name}, without {len(blank)} papers that have no text"
     return Data(folder.name, "text", train, evaluation, CLASS_NAMES, origin, {"test": test})
 
@@ -147,7 +165,7 @@ def _read_pairs(file: Path, numbers: dict[str, int]) -> list[Pair]:
         return numbers[first], numbers[second]
 
     expected = "the ids of two different papers that have a text, separated by a tab"
-    return list(read_lines(file, parse, expected))
+    return list(_read_lines(file, parse, expected))
 
 
 def _balance(positives: Sequence[Pair], taken: set[Pair], split: str, folder: Path) -> tuple[Tensor, Tensor]:

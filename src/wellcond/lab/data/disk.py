@@ -11,15 +11,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from wellcond.errors import WellcondError, needs_extra
+from wellcond.errors import needs_extra
 from wellcond.lab.data.base import DataError, listed, report_progress
 
 MIRROR_VARIABLE = "WELLCOND_DATA"
-Row = TypeVar("Row")
 
 
 def mirror_roots() -> list[Path]:
@@ -28,21 +27,11 @@ def mirror_roots() -> list[Path]:
     return [Path(os.path.expanduser(root)).absolute() for root in roots if root]
 
 
-def searched_mirrors() -> str:
-    """Where a data set was looked for, as an error says it."""
+def in_a_mirror() -> str:
+    """Where a data set was looked for, as errors say it."""
     roots = [str(root) if root.is_dir() else f"{root} (no such folder)" for root in mirror_roots()]
-    return f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
-
-
-def from_hub(id: str) -> str:
-    """What an error expects for a set that is in no mirror and that the hub does not give."""
-    mirror = f"a mirror that {MIRROR_VARIABLE} names ({searched_mirrors()})"
-    return f"a folder {id} in {mirror}, or access to the hub (no HF_HUB_OFFLINE) and a correct id, config and split"
-
-
-def resolve_path(path: str, base: Path) -> Path:
-    """A path of a recipe, whose relative paths start at its folder."""
-    return (base / Path(os.path.expanduser(path))).absolute()
+    searched = f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
+    return f"in a mirror that {MIRROR_VARIABLE} names ({searched})"
 
 
 def find_in_mirror(name: str) -> Path | None:
@@ -53,15 +42,27 @@ def find_in_mirror(name: str) -> Path | None:
 
 def find_path(path: str, base: Path, field: str = "path") -> Path:
     """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror."""
-    local = resolve_path(path, base)
+    local = (base / os.path.expanduser(path)).absolute()
     found = local if local.exists() else find_in_mirror(path)
-    if found is not None:
-        return found
-    raise DataError(
-        f"{local}: no such file or folder.",
-        expected=f"what '{field}' names, or an entry of that name in a mirror that {MIRROR_VARIABLE} names",
-        found=f"{contents(local.parent)}; {searched_mirrors()}",
-    )
+    return found or require(local, "file or folder", f"what '{field}' names, here or {in_a_mirror()}")
+
+
+def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
+    """Files of paths and patterns, in order, those of one pattern sorted; DataError if there are none."""
+    files: list[Path] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        path = (base / os.path.expanduser(pattern)).absolute()
+        found = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        files += [file for file in found if file.is_file()] or [require(path, expected=f"what '{field}' names")]
+    return files
+
+
+def require(path: Path, kind: str = "file", expected: str = "this part of the data set") -> Path:
+    """The path if there is a file, or a folder, or either; DataError if not."""
+    exists = {"file": path.is_file, "folder": path.is_dir}.get(kind, path.exists)
+    if not exists():
+        raise DataError(f"{path}: no such {kind}.", expected=expected, found=contents(path.parent))
+    return path
 
 
 def contents(folder: Path) -> str:
@@ -71,51 +72,8 @@ def contents(folder: Path) -> str:
     return f"in {folder}: {listed(sorted(path.name for path in folder.iterdir() if path.name[0] != '.'))}"
 
 
-def require(path: Path, kind: str = "file", field: str | None = None) -> Path:
-    """The path of a file or a folder that `field` of the recipe names; DataError if it is not there."""
-    if path.is_file() if kind == "file" else path.is_dir():
-        return path
-    raise DataError(
-        f"{path}: no such {kind}.",
-        expected=f"the {kind} that '{field}' names" if field else f"this {kind} of the data set",
-        found=contents(path.parent),
-    )
-
-
-def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
-    """Files of paths and patterns, in order, those of one pattern sorted; DataError if there are none."""
-    files: list[Path] = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        path = resolve_path(pattern, base)
-        found = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-        files += [file for file in found if file.is_file()] or [require(path, field=field)]
-    return files
-
-
-def read_lines(file: Path, parse: Callable[[bytes], Row], expected: str, *, skip: int = 0) -> Iterator[Row]:
-    """What `parse` makes of each line of a file; DataError for a line of which it makes nothing."""
-    done, size = 0, file.stat().st_size
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                if number > skip:
-                    yield parse(line.rstrip(b"\r\n"))
-            except (ValueError, KeyError) as error:
-                raise DataError(
-                    f"{file}, line {number}: the row cannot be used.",
-                    expected=expected,
-                    found=f"{line.decode('utf-8', 'replace').rstrip()[:60]!r}; {type(error).__name__}: {error}",
-                ) from error
-            done += len(line)
-            if number % 1000 == 0:
-                report_progress(f"reading {file.name}", done, size)
-
-
 def import_datasets() -> Any:
-    """The module `datasets`.
-
-    Raises: MissingExtraError if it is not installed, or older than 4.0, the first that runs no script of a data set.
-    """
+    """The module `datasets`, from 4.0 on, the first that runs no script of a data set."""
     with needs_extra("datasets>=4.0", "train"):
         import datasets
 
@@ -125,10 +83,6 @@ def import_datasets() -> Any:
 
 
 # The cache
-
-
-class CacheError(WellcondError, OSError):
-    """The cache cannot be written."""
 
 
 def cache_root() -> Path:
@@ -146,10 +100,8 @@ def canonical_json(value: Any) -> str:
 def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path], None], what: str) -> Path:
     """A folder of files that follow from `made_from` alone: plain data, with the version of the code that uses them.
 
-    What is missing, one process makes while others wait. `make` fills a folder that is renamed in the end, so that it
-    is whole or missing, also after a kill, which releases the lock as well.
-
-    Raises: CacheError if it cannot be written; `what` is made is told to those who wait.
+    What is missing, one process makes while others wait, and are told `what`. `make` fills a folder that is renamed in
+    the end, so that it is whole or missing, also after a kill, which releases the lock as well.
     """
     folder = cache_root() / kind / hashlib.sha256(canonical_json(made_from).encode()).hexdigest()[:32]
     if folder.is_dir():
@@ -170,8 +122,9 @@ def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path]
                         os.fsync(file.fileno())
                 partial.rename(folder)
     except OSError as error:
-        raise CacheError(
-            f"{folder}: the cache cannot be written: {error.strerror or error}. Make room or give access there, or set "
-            f"WELLCOND_CACHE to another folder."
+        raise DataError(
+            f"{folder}: the cache cannot be written.",
+            expected="room and access there; or set WELLCOND_CACHE to another folder",
+            found=error.strerror or str(error),
         ) from error
     return folder

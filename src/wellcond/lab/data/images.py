@@ -1,4 +1,4 @@
-"""Images: reading and decoding them, their channels, a whole split as one tensor, and folders of them by class."""
+"""Images: reading and decoding them, their channels, a whole split as one tensor; folders by class, and the digits."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from wellcond.lab.data.base import (
     DataError,
     Dataset,
     SourceConfig,
+    TensorDataset,
     draw_fraction,
     listed,
     register_source,
@@ -35,10 +36,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 BYTE_LIMIT = 2**30
-GREY_WEIGHTS = (0.299, 0.587, 0.114)
-"""Red, green and blue in a grey value (ITU-R 601), as PIL converts RGB to L."""
 EVALUATION_NAMES = ("val", "validation", "test")
-DEFAULT_FRACTION = 0.1
 
 
 def import_pil() -> Any:
@@ -56,28 +54,22 @@ def picture_formats() -> list[str]:
     return [name for name in pil.OPEN if name != "EPS"]
 
 
-def read_image(file: str | Path, where: str, *, within: Path | None = None) -> bytes:
-    """Encoded bytes of an image file; errors begin with `where`.
-
-    Raises: DataError if the path, followed to its end, leads out of the folder `within`, or the file cannot be read.
-    """
+def read_image(file: str | Path, *, within: Path | None = None) -> bytes:
+    """Encoded bytes of an image file; DataError if its path, followed to its end, leads out of the folder `within`."""
     try:
         if within is not None and not Path(file).resolve().is_relative_to(within.resolve()):
             raise PermissionError(errno.EPERM, f"the path leads out of its folder {within}")
         return read_regular(file)
     except OSError as error:
         raise DataError(
-            f"{where}: the image cannot be opened.",
-            expected=f"an image file at {file}",
+            f"{file}: the image cannot be opened.",
+            expected="an image file",
             found=f"{type(error).__name__}: {error.strerror}",
         ) from error
 
 
 def decode_image(encoded: bytes, where: str) -> Image:
-    """Decode an image completely and turn it upright if its EXIF data say so.
-
-    Raises: DataError if the bytes are no image, or not a whole one; the message begins with `where`.
-    """
+    """Decode an image completely and turn it upright if its EXIF data say so; errors begin with `where`."""
     pil = import_pil()
     from PIL import ImageOps
 
@@ -101,23 +93,19 @@ def place_of(split: Dataset, index: int) -> str:
 
 
 def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -> Image | Tensor:
-    """The image with 1 (grey) or 3 (RGB) channels.
+    """The image with 1 (grey) or 3 (RGB) channels; errors begin with `where`.
 
     Grey becomes RGB by repetition; RGB becomes grey with weights 0.299, 0.587, 0.114; transparency is dropped; 16-bit
-    grey keeps its upper 8 bits. A tensor (C, H, W) keeps its dtype. Errors begin with `where`.
-
-    Raises: DataError if another number of channels is found, or 32-bit pixels, whose range is unknown.
+    grey keeps its upper 8 bits. A tensor (C, H, W) keeps its dtype; one of floats in colour is not made grey.
     """
     if isinstance(image, Tensor):
-        if len(image) not in (1, 3):
-            raise DataError(f"{where}: channels of a tensor (C, H, W)", expected="1 or 3", found=str(len(image)))
-        if channels == 3 or len(image) == 1:
-            return image.expand(channels, -1, -1)
-        if not image.is_floating_point():  # rounded as PIL does
+        if len(image) == 3 and channels == 1 and image.dtype == torch.uint8:  # rounded as PIL does
             grey = import_pil().fromarray(image.permute(1, 2, 0).contiguous().numpy()).convert("L")
             return torch.from_numpy(np.array(grey))[None]
-        grey = torch.einsum("chw,c->hw", image.double(), torch.tensor(GREY_WEIGHTS, dtype=torch.float64))[None]
-        return grey.to(image.dtype)
+        if len(image) not in (1, channels):
+            expected = f"{channels}, or 1 to be repeated"
+            raise DataError(f"{where}: channels of a tensor (C, H, W)", expected=expected, found=str(len(image)))
+        return image.expand(channels, -1, -1)
     mode = "L" if channels == 1 else "RGB"
     if image.mode.startswith("I;16"):
         image = cast("Image", import_pil().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)))
@@ -138,7 +126,6 @@ def as_tensor_images(
     channels: int,
     size: int | None = None,
     resampling: Literal["bicubic", "bilinear"] = "bicubic",
-    byte_limit: int = BYTE_LIMIT,
     what: str = "decoding images",
 ) -> Tensor | None:
     """Decode a split of images once, so that epochs cost no decoding.
@@ -147,13 +134,11 @@ def as_tensor_images(
     one covers, and a square is cut from the centre; tensors always keep their size.
 
     Returns: (n, C, H, W), uint8 if the images were decoded, else the dtype of the source's tensors; None when it would
-        exceed `byte_limit` or the images differ in size.
-
-    Raises: DataError if an image cannot be read or converted.
+        exceed 1 GiB or the images differ in size.
     """
     count = len(split)
     first = _pixels(split, 0, size, channels, resampling)
-    if count * first.numel() * first.element_size() > byte_limit:
+    if count * first.numel() * first.element_size() > BYTE_LIMIT:
         return None
     images = torch.empty((count, *first.shape), dtype=first.dtype)
     step = max(1, count // 100)
@@ -212,7 +197,7 @@ class ImageFiles:
 
     def content(self, index: int) -> bytes:
         """The file's bytes."""
-        return read_image(self.files[index], self.files[index])
+        return read_image(self.files[index])
 
     def take(self, rows: Tensor) -> ImageFiles:
         """Some of the images."""
@@ -225,7 +210,7 @@ def load_folder(config: ImageFolderConfig, base: Path) -> Data:
     root = find_path(config.path, base)
     others = [name for name in EVALUATION_NAMES if (root / name).is_dir()]
     train = "train" if others or (root / "train").is_dir() else "."
-    fraction = config.evaluation_fraction or (DEFAULT_FRACTION if train == "." else None)
+    fraction = config.evaluation_fraction or (0.1 if train == "." else None)
     # Folders are compared before any is searched: a data set of millions of files takes minutes to list.
     folders = {name: require(root / name, "folder") for name in (train, *others)}
     classes = [_classes(folder) for folder in folders.values()]
@@ -279,3 +264,39 @@ def _list_images(folder: Path, classes: Sequence[str]) -> ImageFiles:
         images += chosen
         labels += [label] * len(chosen)
     return ImageFiles(images, torch.tensor(labels))
+
+
+# Source `digits`: the 1797 grey images of 8 x 8 that come with scikit-learn
+
+
+class DigitsConfig(SourceConfig):
+    """Settings of `digits`."""
+
+    source: Literal["digits"] = "digits"
+    held_out: float | None = Field(None, gt=0, lt=1)
+    """Share of the training images to evaluate on; the test images are then the test split."""
+
+
+def load_digits() -> tuple[TensorDataset, TensorDataset]:
+    """Images (1, 8, 8), normalised, in one fixed random order: the first 1297 to train on, the other 500 to test on."""
+    with needs_extra("scikit-learn", "train"):
+        from sklearn.datasets import load_digits as load
+    data = load()
+    order = torch.randperm(len(data.images), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(data.images, dtype=torch.float32)[order, None]
+    images = (images - images[:1297].mean()) / images[:1297].std()
+    whole = TensorDataset("image", images, torch.tensor(data.target)[order])
+    return whole.take(slice(1297)), whole.take(slice(1297, None))
+
+
+@register_source(DigitsConfig)
+def load_digits_source(config: DigitsConfig, base: Path) -> Data:
+    """The split of `load_digits`; with `held_out`, a part of the training images is evaluated on."""
+    train, evaluation = load_digits()
+    others: dict[str, Dataset] = {}
+    if config.held_out is not None:
+        others["test"] = evaluation
+        kept = len(train) - max(1, round(config.held_out * len(train)))  # in random order as they are
+        train, evaluation = train.take(slice(kept)), train.take(slice(kept, None))
+    names = tuple("0123456789")
+    return Data("digits", "image", train, evaluation, names, "scikit-learn's digits, grey, 8 x 8, normalised", others)

@@ -1,7 +1,7 @@
 """ListOps of the Long Range Arena: nested lists of digits under MIN, MAX, MED and SM; the class is the answer.
 
-An expression is a digit, or an operator with arguments: `[MAX 2 9 [MIN 4 7 ] 0 ]`. The published files have round
-brackets as well, `( ( ( [MAX 2 ) 9 ) ] )`; they carry no information and are dropped.
+An expression is a digit, or an operator with arguments: `[MAX 2 9 [MIN 4 7 ] 0 ]`; the round brackets of the published
+files, which carry no information, are left out.
 
 The generator draws many expressions at once, as arrays: their nodes level by level, each level from the first tree to
 the last. The arguments of a level's operators are the next level, in the same order, so the arguments of one operator
@@ -13,36 +13,27 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 
-from wellcond.lab.data.base import Data, DataError, SourceConfig, TensorDataset, register_source
-from wellcond.lab.data.disk import find_path, read_lines, require
+from wellcond.lab.data.base import DataError, TensorDataset
 from wellcond.lab.data.generated import GeneratorOptions, register_generator
 
-OPERATORS = ("MIN", "MAX", "MED", "SM")
-"""Smallest, largest, median (rounded down), sum modulo 10."""
-RULES: tuple[Callable[[list[int]], int], ...] = (
-    min,
-    max,
-    lambda values: int(statistics.median(values)),
-    lambda values: sum(values) % 10,
-)
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "MIN": min,
+    "MAX": max,
+    "MED": lambda values: int(statistics.median(values)),
+    "SM": lambda values: sum(values) % 10,
+}
 SYMBOLS = (*"0123456789", *(f"[{name}" for name in OPERATORS), "]")
 """By token id."""
 FIRST_OPENING, CLOSING, PADDING = 10, 14, -1
-IDS = {symbol: token for token, symbol in enumerate(SYMBOLS)}
-CLASS_NAMES = tuple("0123456789")
-PUBLISHED_LENGTH = 2000
 
 OPERATOR_PROBABILITY = 0.25
 RAREST = 1e-6
 """Lengths that a smaller part of all expressions has are refused."""
-MOST_AT_ONCE = 2**15
 Level = tuple[np.ndarray, np.ndarray]
 """Nodes of many trees at one depth: number of arguments of each (0 for a digit), and its token."""
 
@@ -50,10 +41,13 @@ Level = tuple[np.ndarray, np.ndarray]
 class ListOpsOptions(GeneratorOptions):
     """Options of `listops`; the defaults are the published ones."""
 
+    class_names = tuple("0123456789")
+    vocabulary_size = len(SYMBOLS)
+    chunk = 1000
     max_depth: int = Field(10, ge=2, le=50)
     max_args: int = Field(10, ge=2, le=100)
     min_length: int = Field(500, ge=0)
-    max_length: int = Field(PUBLISHED_LENGTH, ge=2, le=16384)
+    max_length: int = Field(2000, ge=2, le=16384)
     """Expressions are longer than `min_length` and shorter than `max_length`, brackets counted, and padded to it."""
 
     @property
@@ -62,14 +56,12 @@ class ListOpsOptions(GeneratorOptions):
         return True
 
 
-@register_generator("listops", ListOpsOptions, class_names=CLASS_NAMES, vocabulary_size=len(SYMBOLS), chunk=1000)
+@register_generator("listops", ListOpsOptions)
 def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> TensorDataset:
     """Token ids (n, max_length), padded with -1; drawn as the published generator draws, and with its lengths.
 
     A node above `max_depth` (the root has depth 1) is an operator with probability 1/4, with 2 to `max_args` arguments,
     all numbers and operators alike likely; else a digit. Whole trees are drawn until enough have a length asked for.
-
-    Raises: DataError if next to none has.
     """
     accepted = length_distribution(options)[options.min_length + 1 :].sum()
     if accepted < RAREST:
@@ -84,7 +76,7 @@ def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> 
     # Rounded, so that another machine, whose last bits differ, draws as many trees at once and so the same ones.
     drawn_for_one = 2 ** (-round(8 * math.log2(accepted)) / 8)
     while found < count:
-        num_trees = min(MOST_AT_ONCE, math.ceil(1.1 * (count - found) * drawn_for_one) + 16)
+        num_trees = min(2**15, math.ceil(1.1 * (count - found) * drawn_for_one) + 16)
         levels = _draw_trees(num_trees, count - found, options, random)
         if levels:
             rows.append(to_rows(levels, options.max_length))
@@ -174,64 +166,16 @@ def _first_arguments(counts: np.ndarray) -> np.ndarray:
 
 
 def evaluate(tokens: Iterable[int]) -> int:
-    """The answer of an expression.
-
-    Example:
-        >>> evaluate(to_tokens("[SM 4 [MED 3 8 ] 7 ]"))
-        6
-    """
+    """The answer of an expression."""
     values: list[int] = []
-    open_operators: list[tuple[int, list[int]]] = []
+    rules, open_operators = list(OPERATORS.values()), []
     for token in tokens:
         if token < FIRST_OPENING:
             values.append(token)
         elif token != CLOSING:
-            open_operators.append((token - FIRST_OPENING, values))
+            open_operators.append((rules[token - FIRST_OPENING], values))
             values = []
         else:
-            operator, outer = open_operators.pop()
-            values = [*outer, RULES[operator](values)]
+            rule, outer = open_operators.pop()
+            values = [*outer, rule(values)]
     return values[0]
-
-
-def to_tokens(text: str) -> list[int]:
-    """Token ids of the symbols of a text; round brackets are ignored. KeyError if a symbol is unknown.
-
-    Example:
-        >>> to_tokens("( ( ( [MAX 2 ) 9 ) ] )")
-        [11, 2, 9, 14]
-    """
-    return [IDS[symbol] for symbol in text.replace("(", " ").replace(")", " ").split()]
-
-
-class LraListOpsConfig(SourceConfig):
-    """Settings of `lra_listops`, the original files of ListOps of the Long Range Arena."""
-
-    source: Literal["lra_listops"] = "lra_listops"
-    path: str
-    """Folder of basic_train.tsv, basic_val.tsv and basic_test.tsv; from the recipe's folder, or a name in a mirror."""
-
-
-@register_source(LraListOpsConfig)
-def load(config: LraListOpsConfig, base: Path) -> Data:
-    """The tokens of the generator `listops`, padded to 2,000, with the answers of the files."""
-    folder = find_path(config.path, base)
-    files = [require(folder / f"basic_{name}.tsv") for name in ("train", "val", "test")]
-    train, evaluation, test = (_read_file(file) for file in files)
-    origin = "ListOps of the Long Range Arena, from its files"
-    return Data("lra_listops", "tokens", train, evaluation, CLASS_NAMES, origin, {"test": test}, len(SYMBOLS))
-
-
-def _read_file(file: Path) -> TensorDataset:
-    def parse(line: bytes) -> tuple[np.ndarray, int]:
-        text, answer = line.decode("utf-8", "replace").split("\t")
-        row, tokens = np.full(PUBLISHED_LENGTH, PADDING, np.int8), to_tokens(text)
-        row[: len(tokens)] = tokens
-        return row, CLASS_NAMES.index(answer)
-
-    expected = f"an expression such as [MAX 2 9 ] of at most {PUBLISHED_LENGTH} symbols, a tab, its answer"
-    rows = list(read_lines(file, parse, expected, skip=1))
-    if not rows:
-        raise DataError(f"{file}: there are no rows.", expected=expected, found="at most a header")
-    tokens, answers = zip(*rows, strict=True)
-    return TensorDataset("tokens", torch.from_numpy(np.stack(tokens)), torch.tensor(answers))

@@ -1,8 +1,7 @@
-"""Pathfinder: do two markers lie on the ends of one dashed curve? Published images, and new ones.
+"""Generator `pathfinder`: do two markers lie on the ends of one dashed curve?
 
-Generator `pathfinder`: two long curves, distractors, and two markers on ends of one or of both curves. Many images grow
-at once, paddle by paddle, without one paddle running over another, and are drawn when they are whole. Source
-`pathfinder_folder`: images as the Long Range Arena published them.
+An image has two long curves, distractors, and two markers on ends of one or of both curves. Many images grow at once,
+paddle by paddle, without one paddle running over another, and are drawn when they are whole.
 
 Strokes are everything about one paddle, tabulated by its direction. Paddles begin on pixels and point in one of
 finitely many directions: whole degrees for the first paddle of a curve, and towards one of the pixels on a small circle
@@ -14,28 +13,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    SourceConfig,
-    TensorDataset,
-    listed,
-    register_source,
-    report_progress,
-)
-from wellcond.lab.data.disk import find_path, read_lines, require
+from wellcond.lab.data.base import DataError, TensorDataset
 from wellcond.lab.data.generated import GeneratorOptions, register_generator
-from wellcond.lab.data.images import decode_image, read_image, to_channels
 
-CLASS_NAMES = ("apart", "joined")
 # The published values; lengths are in pixels.
 PADDLE_LENGTH, PADDLE_THICKNESS = 2, 0.5
 PADDLE_MARGIN = 1
@@ -73,6 +60,24 @@ Flags = NDArray[np.bool_]
 class PathfinderOptions(GeneratorOptions):
     """Options of `pathfinder`; the defaults are those of the published 32-pixel set."""
 
+    class_names = ("apart", "joined")
+    chunk = 500
+    # The constants above by the names they had as options: the published numbers rest on these streams.
+    constants: ClassVar[dict[str, Any]] = {
+        "paddle_length": PADDLE_LENGTH,
+        "paddle_thickness": PADDLE_THICKNESS,
+        "paddle_margin": PADDLE_MARGIN,
+        "padding": PADDING,
+        "marker_radius": MARKER_RADIUS,
+        "antialias_scale": SCALE,
+        "curve_contrast": CURVE_CONTRAST,
+        "distractor_contrast": DISTRACTOR_CONTRAST,
+        "paddle_tries": PADDLE_TRIES,
+        "distractor_tries": DISTRACTOR_TRIES,
+        "continuity": 1.0,
+        "distractor_length": None,
+        "seed_distance": None,
+    }
     image_size: int = Field(32, ge=12, le=128)
     contour_length: int = Field(14, ge=2, le=64)
     """Paddles in each of the two long curves; 14, 9 and 6 are the three difficulties of the Long Range Arena."""
@@ -81,35 +86,9 @@ class PathfinderOptions(GeneratorOptions):
     that find no room are left out."""
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """With the constants above by the names they had as options: the published numbers rest on these streams."""
-        return super().identity | {
-            "paddle_length": PADDLE_LENGTH,
-            "paddle_thickness": PADDLE_THICKNESS,
-            "paddle_margin": PADDLE_MARGIN,
-            "padding": PADDING,
-            "marker_radius": MARKER_RADIUS,
-            "antialias_scale": SCALE,
-            "curve_contrast": CURVE_CONTRAST,
-            "distractor_contrast": DISTRACTOR_CONTRAST,
-            "paddle_tries": PADDLE_TRIES,
-            "distractor_tries": DISTRACTOR_TRIES,
-            "continuity": 1.0,
-            "distractor_length": None,
-            "seed_distance": None,
-        }
-
-    @property
     def distinct(self) -> bool:
         """Small images repeat: of 1,000 at 12 pixels with two dashes, 278 were among 40,000 others."""
         return self.image_size < 32 or self.contour_length < 6
-
-    @property
-    def distractors(self) -> tuple[int, int]:
-        """Distractors to try for, and the paddles in each."""
-        length = max(1, self.contour_length // 3)
-        usual = min(20, 20 * self.image_size**2 // 32**2) // length
-        return usual if self.num_distractors is None else self.num_distractors, length
 
 
 class Strokes:
@@ -146,8 +125,12 @@ class Strokes:
         longest = max(map(len, footprints))
         # (k, f, 2): pixels that must be free for a first paddle; rows are filled up by repetition
         self.footprint = np.stack([np.resize(pixels, (longest, 2)) for pixels in footprints])
-        # (k,): whether a curve may begin in this direction
-        self.can_begin = np.array([_begins_curves(pixels) for pixels in footprints])
+        # (k,): whether a curve may begin in this direction: its footprint must have a pixel of the image in all four
+        # corners. The published test for room answers no for the whole image if its footprint misses the image
+        # anywhere. That leaves directions up and to the left, for the first of the two curves and for distractors.
+        down, right = np.moveaxis(self.footprint, -1, 0)
+        corners = [((rows >= 0) & (columns >= 0)).any(1) for rows in (down, -down) for columns in (right, -right)]
+        self.can_begin = np.all(corners, axis=0)
 
 
 make_strokes = cache(Strokes)
@@ -203,16 +186,6 @@ def reduce_image(fine: Flags, coarse: int) -> Floats:
     return to_bytes(weights @ to_bytes(255.0 * fine @ weights.T))
 
 
-def _begins_curves(offsets: Ints) -> bool:
-    """Whether a footprint has a pixel of the image wherever in the image it is put, so in all four corners.
-
-    The published test for room answers no for the whole image if its footprint misses the image anywhere. That leaves
-    directions up and to the left, for the first of the two curves and for distractors.
-    """
-    down, right = offsets.T
-    return all(((rows >= 0) & (columns >= 0)).any() for rows in (down, -down) for columns in (right, -right))
-
-
 def _flat(pixels: Ints, side: int) -> Ints:
     """Where pixels (..., 2) are in a flat image of this side, which has room around it for windows that stick out."""
     return (pixels[..., 0] + REACH) * side + pixels[..., 1] + REACH
@@ -240,11 +213,8 @@ def draw_scenes(scenes: Scenes, size: int) -> NDArray[np.uint8]:
     strokes, count, side = make_strokes(), len(scenes.labels), size + 2 * REACH
     # Single precision decides halves between two grey values as published.
     canvas = np.zeros((count, side * side), np.float32)
-    every = np.ones((count, 2), bool)
-    for paddles, shown, contrast in (
-        (scenes.curves, every, CURVE_CONTRAST),
-        (scenes.distractors, scenes.shown, DISTRACTOR_CONTRAST),
-    ):
+    curves = scenes.curves, np.ones((count, 2), bool), CURVE_CONTRAST
+    for paddles, shown, contrast in (curves, (scenes.distractors, scenes.shown, DISTRACTOR_CONTRAST)):
         for curve, number in np.ndindex(*paddles.shape[1:3]):
             rows = np.flatnonzero(shown[:, curve])
             paddle = paddles[rows, curve, number]
@@ -275,12 +245,9 @@ def _draw_markers(markers: Ints, size: int) -> Floats:
 # Growing
 
 
-@register_generator("pathfinder", PathfinderOptions, class_names=CLASS_NAMES, chunk=500)
+@register_generator("pathfinder", PathfinderOptions)
 def pathfinder(count: int, options: PathfinderOptions, generator: torch.Generator) -> TensorDataset:
-    """Images (n, 1, size, size) of 8 bits; label 1, joined, has one of every two images.
-
-    Raises: DataError if the curves do not fit into the image.
-    """
+    """Images (n, 1, size, size) of 8 bits; label 1, joined, has one of every two images."""
     scenes = pathfinder_scenes(count, options, generator)
     images = torch.from_numpy(draw_scenes(scenes, options.image_size))
     return TensorDataset("image", images[:, None], torch.from_numpy(scenes.labels))
@@ -456,7 +423,9 @@ def _seed_pairs(canvas: Canvas, random: np.random.Generator) -> tuple[Ints, list
 
 def _add_distractors(canvas: Canvas, options: PathfinderOptions, random: np.random.Generator) -> tuple[Ints, Flags]:
     """The paddles of distractors, and which of them found room."""
-    number, length = options.distractors
+    length = max(1, options.contour_length // 3)
+    usual = min(20, 20 * options.image_size**2 // 32**2) // length
+    number = usual if options.num_distractors is None else options.num_distractors
     paddles = np.zeros((len(canvas.taken), number, length, 3), np.int64)
     shown = np.zeros(paddles.shape[:2], bool)
     for curve in range(number):
@@ -484,55 +453,3 @@ def _seed_distractor(canvas: Canvas, rows: Ints, random: np.random.Generator) ->
         tips.append(new.select(fits))
         rows = rows[~fits]
     return np.concatenate(places), Tips(*map(np.concatenate, zip(*tips, strict=True)))
-
-
-# Published images
-
-
-class PathfinderFolderConfig(SourceConfig):
-    """Settings of `pathfinder_folder`."""
-
-    source: Literal["pathfinder_folder"] = "pathfinder_folder"
-    path: str
-    """Folder with one folder per difficulty, such as pathfinder32; from the recipe's folder, or a name in a mirror."""
-    difficulty: str = Field("curv_contour_length_14", pattern=r"^\w[\w.-]*$")
-    """Also published: curv_contour_length_9 and curv_baseline, of contour length 6."""
-
-
-@register_source(PathfinderFolderConfig)
-def load_folder(config: PathfinderFolderConfig, base: Path) -> Data:
-    """Read everything, and split it into 80 % training, 10 % evaluation and 10 % test images."""
-    folder = find_path(config.path, base)
-    whole = _read_images(require(folder / config.difficulty, "folder", "difficulty"))
-    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
-    tenth = len(whole) // 10
-    parts = order.split([len(whole) - 2 * tenth, tenth, tenth])
-    train, evaluation, test = (whole.take(part.sort().values) for part in parts)
-    origin = f"Pathfinder images of {folder.name}, {config.difficulty}, split with seed 0"
-    return Data(folder.name, "image", train, evaluation, CLASS_NAMES, origin, {"test": test})
-
-
-def _read_images(root: Path) -> TensorDataset:
-    """The images that the files in `metadata` name, which in spite of their own names hold lines of text."""
-
-    def parse(line: bytes) -> tuple[str, int]:
-        folder, name, _, label, *_ = line.decode("utf-8", "replace").split()  # then follows how the image was made
-        return f"{folder}/{name}", {"0": 0, "1": 1}[label]
-
-    metadata = sorted((root / "metadata").glob("*.npy"), key=lambda file: (len(file.stem), file.stem))
-    images: list[np.ndarray] = []
-    labels = []
-    for number, file in enumerate(metadata):
-        report_progress(f"reading {root.name}, folders", number, len(metadata))
-        for name, label in read_lines(file, parse, "text: folder, image file, number, label 0 or 1"):
-            labels.append(label)
-            where = f"{file}, {name}"
-            encoded = read_image(root / name, where, within=root)
-            images.append(np.array(to_channels(decode_image(encoded, where), 1, where)))
-    if len(images) < 10 or len({image.shape for image in images}) > 1:
-        raise DataError(
-            f"{root}: these are not the images of one set.",
-            expected="at least ten, of one size, named by the lines of metadata/0.npy, 1.npy and so on",
-            found=f"{len(images)} images of sizes {listed({image.shape for image in images})}",
-        )
-    return TensorDataset("image", torch.from_numpy(np.stack(images)[:, None]), torch.tensor(labels))

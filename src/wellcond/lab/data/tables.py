@@ -12,11 +12,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -24,15 +24,12 @@ from torch import Tensor
 
 from wellcond.errors import WellcondError
 from wellcond.lab.data.base import Data, DataError, SourceConfig, draw_fraction, draw_subset, listed, register_source
-from wellcond.lab.data.disk import contents, find_files, find_in_mirror, from_hub, import_datasets
+from wellcond.lab.data.disk import contents, find_files, find_in_mirror, import_datasets, in_a_mirror
 from wellcond.lab.data.images import decode_image
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 COMPRESSED = (".gz", ".bz2", ".zst")
 EVALUATION_SPLITS = ("validation", "val", "dev", "test", "validation_matched")
-INPUT_NAMES = ("image", "img", "text", "sentence")
-LABEL_NAMES = ("label", "labels")
-Label = TypeVar("Label")
 NAME = r"[A-Za-z0-9_][\w.-]*"
 SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)((?:_[a-z]+)?)(?![a-z])")
 
@@ -41,7 +38,7 @@ class TableConfig(SourceConfig):
     """Which columns of a table are used, and how many rows."""
 
     input: str | Annotated[list[str], Field(min_length=2, max_length=2)] = "auto"
-    """One column, or two for pairs of texts; "auto" takes the usual name if nothing else could be meant."""
+    """One column, or two for pairs of texts; "auto" takes the only column of images or texts but for the label."""
     label: str | None = "auto"
     """Column of the labels; null for none, "auto" for `label` or `labels` if there is one."""
     label_kind: Literal["class", "number"] = "class"
@@ -79,35 +76,27 @@ class HubConfig(TableConfig):
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
-    """A `datasets.Dataset`, and what errors call it: its file, or data set and split."""
+class TableDataset:
+    """Rows of a memory-mapped table, all or those in `rows`; it has no `columns` before its inputs are known."""
 
     data: Any
+    """A `datasets.Dataset`."""
     name: str
-
-    def locate(self, row: int) -> str:
-        """The place of a row, as an error names it."""
-        return f"{self.name}, row {row} (the first is 0)"
-
-
-@dataclass(frozen=True, eq=False)
-class TableDataset:
-    """Rows of a table, all or those in `rows`, memory-mapped; `labels` has one entry per row of the dataset."""
-
-    table: Table
-    kind: Literal["image", "text"]
-    columns: tuple[str, ...]
-    labels: Tensor | None
+    """What errors call it: its file, or data set and split."""
+    kind: Literal["image", "text"] = "text"
+    columns: tuple[str, ...] = ()
+    labels: Tensor | None = None
+    """One for each row of the dataset."""
     rows: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.table.data) if self.rows is None else len(self.rows)
+        return len(self.data) if self.rows is None else len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, values = self._read(index)
         example: dict[str, Any] = dict(zip(("text", "text_pair"), values, strict=False))
         if self.kind == "image":
-            example = {"image": decode_image(values[0], self.table.locate(row))}
+            example = {"image": decode_image(values[0], self.locate(row))}
         if self.labels is not None:
             example["label"] = self.labels[index].item()
         return example
@@ -122,14 +111,18 @@ class TableDataset:
         labels = None if self.labels is None else self.labels[rows]
         return replace(self, labels=labels, rows=rows if self.rows is None else self.rows[rows])
 
+    def locate(self, row: int) -> str:
+        """The place of a row, as an error names it."""
+        return f"{self.name}, row {row} (the first is 0)"
+
     def _read(self, index: int) -> tuple[int, list[Any]]:
         row = range(len(self))[index] if self.rows is None else int(self.rows[index])
-        example = self.table.data[row]
+        example = self.data[row]
         values = [example[name] for name in self.columns]
         if isinstance(values[0], dict):
             values = [values[0]["bytes"]]
         if values[0] is None:
-            raise _no_value(self.table, row, self.columns[0])
+            raise _no_value(self, row, self.columns[0])
         return row, values
 
 
@@ -152,26 +145,21 @@ def load_hub(config: HubConfig, base: Path) -> Data:
         splits = {split: read_table(paths) for split, paths in files.items()}
     else:
         place = "the Hugging Face hub"
-        with reading(config.id, from_hub(config.id)):
-            found = load_dataset(config.id, name=config.config)
-        splits = {split: Table(data, f"{name}, split {split!r}") for split, data in found.items()}
+        with opened(config.id, name=config.config) as found:
+            splits = {split: TableDataset(data, f"{name}, split {split!r}") for split, data in found.items()}
     joined = [require_split(split, splits, name, "train_split") for split in config.train_split.split("+")]
     usual = next((split for split in EVALUATION_SPLITS if split in splits and split != joined[-1]), None)
-    evaluated = require_split(config.evaluation_split or usual, splits, name, "evaluation_split")
+    others = {split: table for split, table in splits.items() if split not in joined}
+    left = splits if config.held_out is None else others
+    evaluated = require_split(config.evaluation_split or usual, left, name, "evaluation_split")
     train = splits[joined[0]]
     if len(joined) > 1:
         whole = import_datasets().concatenate_datasets([splits[split].data for split in joined])
-        train = Table(whole, f"{name}, split {config.train_split!r}")
-    if config.held_out is None:
-        others = {split: table for split, table in splits.items() if split not in (*joined, evaluated)}
-        return _load_tables(name, place, train, splits[evaluated], others, config)
-    if evaluated in joined:
-        raise DataError(
-            f"{name}: there is no split left to test on.",
-            expected="an evaluation split beside the training split, since 'held_out' sets a part of that aside",
-            found=f"{evaluated!r} for both",
-        )
-    return _load_tables(name, place, train, None, {"test": splits[evaluated]}, config, config.held_out)
+        train = TableDataset(whole, f"{name}, split {config.train_split!r}")
+    if config.held_out is not None:
+        return _load_tables(name, place, train, None, {"test": splits[evaluated]}, config, config.held_out)
+    others.pop(evaluated, None)
+    return _load_tables(name, place, train, splits[evaluated], others, config)
 
 
 def require_split(split: str | None, splits: Any, name: str, field: str) -> str:
@@ -179,7 +167,7 @@ def require_split(split: str | None, splits: Any, name: str, field: str) -> str:
     if split is None or split not in splits:
         raise DataError(
             f"{name}: there is no split {'to evaluate on' if split is None else repr(split)}.",
-            expected=f"one of {listed(EVALUATION_SPLITS)}, or the split that '{field}' names",
+            expected=f"one of {listed(EVALUATION_SPLITS)}, or what '{field}' names; with 'held_out' none to train on",
             found=f"splits {listed(splits)}",
         )
     return split
@@ -225,28 +213,10 @@ def _suffix(path: Path) -> str:
     return "".join(suffixes[-2:-1] if suffixes and suffixes[-1] in COMPRESSED else suffixes[-1:])
 
 
-def builder_of(file: Path) -> str:
-    """The reader of `datasets` for a file; DataError for one of a format that is not known."""
-    if _suffix(file) not in BUILDERS:
-        raise DataError(
-            f"{file}: the format is not known.",
-            expected=f"a name that ends in one of {listed(BUILDERS)}, perhaps compressed: {listed(COMPRESSED)}",
-            found=file.name,
-        )
-    return BUILDERS[_suffix(file)]
-
-
-def read_table(files: list[Path]) -> Table:
+def read_table(files: list[Path]) -> TableDataset:
     """One table of all files, which have the format and the columns of the first."""
-    builder, options = builder_of(files[0]), {}
-    name = str(files[0].with_name(name_of(files)))
-    with reading(name, f"whole files of {builder}, not empty, with the same columns, and texts in UTF-8"):
-        if builder == "csv":
-            separator = "\t" if _suffix(files[0]) == ".tsv" else ","
-            # All values as they are written: texts such as "NA" or "007" must survive. Labels are recognised later.
-            converters = dict.fromkeys((column for file in files for column in _read_header(file, separator)), str)
-            options = {"sep": separator, "converters": converters, "keep_default_na": False}
-        return Table(load_dataset(files, **options), name)
+    with opened(files) as data:
+        return TableDataset(data, str(files[0].with_name(name_of(files))))
 
 
 def _read_header(file: Path, separator: str) -> list[str]:
@@ -262,34 +232,57 @@ def _read_header(file: Path, separator: str) -> list[str]:
 
 
 @contextmanager
-def reading(place: str, expected: str) -> Iterator[None]:
-    """Name the place where reading fails, and show no bars of `datasets` unless a person watches."""
+def opened(place: str | list[Path], **options: Any) -> Iterator[Any]:
+    """What `datasets` loads of the hub or of files, with the cache in HF_DATASETS_CACHE as it is now.
+
+    DataError if reading fails, in the block too. There are no bars of `datasets` unless a person watches.
+    """
     datasets = import_datasets()
     shown = sys.stderr.isatty() or datasets.are_progress_bars_disabled()
     if not shown:
         datasets.disable_progress_bars()
     try:
-        yield
+        builder = place
+        if isinstance(place, list):
+            builder, more = _file_options(place)
+            options |= more
+        yield datasets.load_dataset(builder, cache_dir=os.environ.get("HF_DATASETS_CACHE"), **options)
     except WellcondError:
         raise
     except Exception as error:  # the library has many classes
+        if isinstance(place, str):
+            name, hub = place, "access to the hub (no HF_HUB_OFFLINE) and a correct id, config and split"
+            expected = f"a folder {place} {in_a_mirror()}, or {hub}"
+        else:
+            name = str(place[0].with_name(name_of(place)))
+            expected = "whole files of one format, not empty, with the same columns; UTF-8; .zst needs zstandard"
         first: BaseException = error
         while first.__cause__ is not None:
             first = first.__cause__
         found = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0][:300]}"
-        raise DataError(f"{place}: this cannot be read.", expected=expected, found=found) from error
+        raise DataError(f"{name}: this cannot be read.", expected=expected, found=found) from error
     finally:
         if not shown:
             datasets.enable_progress_bars()
 
 
-def load_dataset(place: str | list[Path], **options: Any) -> Any:
-    """`datasets.load_dataset` of the hub or of files, with the cache in HF_DATASETS_CACHE as it is now."""
-    if isinstance(place, list):
-        # Escaped: the library takes every name for a pattern.
-        options |= {"data_files": [glob.escape(str(file)) for file in place], "split": "train"}
-        place = builder_of(place[0])
-    return import_datasets().load_dataset(place, cache_dir=os.environ.get("HF_DATASETS_CACHE"), **options)
+def _file_options(files: list[Path]) -> tuple[str, dict[str, Any]]:
+    """The builder of `datasets` for files of a format, and its options."""
+    suffix = _suffix(files[0])
+    if suffix not in BUILDERS:
+        raise DataError(
+            f"{files[0]}: the format is not known.",
+            expected=f"a name that ends in one of {listed(BUILDERS)}, perhaps compressed: {listed(COMPRESSED)}",
+            found=files[0].name,
+        )
+    # Escaped: the library takes every name for a pattern.
+    options: dict[str, Any] = {"data_files": [glob.escape(str(file)) for file in files], "split": "train"}
+    if BUILDERS[suffix] == "csv":
+        separator = "\t" if suffix == ".tsv" else ","
+        # All values as they are written: texts such as "NA" or "007" must survive. Labels are recognised later.
+        converters = dict.fromkeys((column for file in files for column in _read_header(file, separator)), str)
+        options |= {"sep": separator, "converters": converters, "keep_default_na": False}
+    return BUILDERS[suffix], options
 
 
 # Columns
@@ -298,31 +291,22 @@ def load_dataset(place: str | list[Path], **options: Any) -> Any:
 def _load_tables(
     name: str,
     place: str,
-    train: Table,
-    evaluation: Table | None,
-    others: Mapping[str, Table],
+    train: TableDataset,
+    evaluation: TableDataset | None,
+    others: Mapping[str, TableDataset],
     config: TableConfig,
     fraction: float = 0.0,
 ) -> Data:
-    """Check columns and labels of every table; without an evaluation table, a fraction of the training table is taken.
-
-    Raises: DataError if a column, a label or a text is not as expected.
-    """
+    """Check columns and labels of every table; without one to evaluate on, a fraction of the training rows is taken."""
     label = config.label
     if label == "auto":
-        label = next((column for column in LABEL_NAMES if column in train.data.column_names), None)
+        label = next((column for column in ("label", "labels") if column in train.data.column_names), None)
     columns = _input_columns(train, config.input, label)
-    names: tuple[str, ...] | None = None
-    classes: dict[str, int] = {}
-    what, expected = "a number", "finite numbers (label_kind is number)"
+    names, classes = None, None
     if label is not None and config.label_kind == "class":
         names, classes = _read_classes(train, label)
-        what, expected = "a class of the training split", f"one of {listed(classes)}"
 
-    def read(value: Any) -> float:
-        return _number(value) if names is None else classes[_class_text(value)]
-
-    def dataset(table: Table, *, labelled: bool) -> TableDataset:
+    def dataset(table: TableDataset, *, labelled: bool) -> TableDataset:
         kind = _input_kind(table, columns)
         data, labels = table.data.select_columns(list(columns)), None
         if type(data.features[columns[0]]).__name__ == "Image":
@@ -330,9 +314,8 @@ def _load_tables(
         # The hub marks labels that are not published by -1.
         published = label in table.data.column_names and any(value != -1 for value in table.data[label][:])
         if label is not None and (labelled or published):
-            values = _read_labels(table, label, read, what, expected)
-            labels = torch.tensor(values, dtype=torch.float64 if names is None else torch.int64)
-        return TableDataset(Table(data, table.name), kind, columns, labels)
+            labels = _read_labels(table, label, classes)
+        return TableDataset(data, table.name, kind, columns, labels)
 
     trained = dataset(train, labelled=True)
     if evaluation is not None:
@@ -346,57 +329,46 @@ def _load_tables(
     return Data(name, trained.kind, trained, evaluated, names, f"{name} from {place}", further)
 
 
-def _input_columns(table: Table, wanted: str | list[str], label: str | None) -> tuple[str, ...]:
+def _input_columns(table: TableDataset, wanted: str | list[str], label: str | None) -> tuple[str, ...]:
     if wanted != "auto":
         return (wanted,) if isinstance(wanted, str) else tuple(wanted)
     usable = [name for name in table.data.column_names if name != label and _column_kind(table, name) is not None]
-    if len(usable) == 1 and usable[0] in INPUT_NAMES:
+    if len(usable) == 1:
         return (usable[0],)
     raise DataError(
         f"{table.name}: which column is the input is not clear.",
-        expected=f"exactly one column of images or texts, named one of {listed(INPUT_NAMES)}",
+        expected="exactly one column of images or texts, but for the label",
         found=f"columns {listed(table.data.column_names)}; of images or texts: {listed(usable)}",
         todo="Name the column in the field 'input' (two columns in a list for pairs of texts).",
     )
 
 
-def _input_kind(table: Table, columns: tuple[str, ...]) -> Literal["image", "text"]:
+def _input_kind(table: TableDataset, columns: tuple[str, ...]) -> Literal["image", "text"]:
     """Kind of the input; DataError unless its columns are there, hold images or texts, and no text is missing."""
-    import pyarrow.compute as compute
-
     for name in columns:
-        _require_column(table, name, "input")
-        kind, values = _column_kind(table, name), table.data.data.column(name)
+        kind = _column_kind(table, name)
         if kind is None or (kind == "image" and len(columns) == 2):
             raise DataError(
                 f"{table.name}: column {name!r} cannot be the input.",
-                expected="encoded images or texts; two columns are of texts",
-                found=f"values of type {table.data.features[name]}; columns {listed(table.data.column_names)}",
+                expected="a column of encoded images or of texts; two columns are of texts",
+                found=f"{table.data.features.get(name, 'no such column')}; columns {listed(table.data.column_names)}",
             )
+        values = table.data.data.column(name)
         if values.null_count:
-            raise _no_value(table, compute.index(compute.is_null(values), True).as_py(), name)
+            raise _no_value(table, values.to_pylist().index(None), name)
     assert kind is not None
     return kind
 
 
-def _require_column(table: Table, name: str, field: str) -> None:
-    if name not in table.data.column_names:
-        raise DataError(
-            f"{table.name}: there is no column {name!r}.",
-            expected=f"the column that the field '{field}' names",
-            found=f"columns {listed(table.data.column_names)}",
-        )
-
-
-def _no_value(table: Table, row: int, column: str) -> DataError:
+def _no_value(table: TableDataset, row: int, column: str) -> DataError:
     return DataError(
         f"{table.locate(row)}: column {column!r} has no value.", expected="a text, an image or a label", found="none"
     )
 
 
-def _column_kind(table: Table, name: str) -> Literal["image", "text"] | None:
-    """What a column holds by its type; None for neither encoded images nor texts."""
-    feature: Any = table.data.features[name]
+def _column_kind(table: TableDataset, name: str) -> Literal["image", "text"] | None:
+    """What a column holds by its type; None for neither encoded images nor texts, and if there is none."""
+    feature: Any = table.data.features.get(name)
     dtype = getattr(feature, "dtype", None)
     if type(feature).__name__ == "Image" or dtype in ("binary", "large_binary"):
         return "image"
@@ -408,49 +380,59 @@ def _column_kind(table: Table, name: str) -> Literal["image", "text"] | None:
 # Labels: classes, or the numbers of a regression
 
 
-def _read_labels(table: Table, column: str, read: Callable[[Any], Label], what: str, expected: str) -> list[Label]:
-    """What `read` makes of every label; DataError for the first that is not `what` it reads."""
-    _require_column(table, column, "label")
+def _label_values(table: TableDataset, column: str) -> list[Any]:
+    if column not in table.data.column_names:
+        raise DataError(
+            f"{table.name}: there is no column {column!r}.",
+            expected="the column that the field 'label' names",
+            found=f"columns {listed(table.data.column_names)}",
+        )
+    return table.data[column][:]
+
+
+def _read_labels(table: TableDataset, column: str, classes: dict[str | None, int] | None) -> Tensor:
+    """Numbers of the classes, or the numbers themselves; DataError for the first label that is none of these."""
     labels = []
-    for row, value in enumerate(table.data[column][:]):
+    for row, value in enumerate(_label_values(table, column)):
         try:
-            labels.append(read(value))
+            label = float(value) if classes is None else classes[_class_text(value)]
+            if not math.isfinite(label):
+                raise ValueError
         except (TypeError, ValueError, KeyError) as error:
+            what, expected = "a number", "finite numbers (label_kind is number)"
+            if classes is not None:
+                what, expected = "a class of the training split", f"one of {listed(classes)}, integers or texts,"
             raise DataError(
                 f"{table.locate(row)}: the label is not {what}.",
                 expected=f"{expected} in column {column!r}",
                 found=repr(value),
             ) from error
-    return labels
+        labels.append(label)
+    return torch.tensor(labels, dtype=torch.float64 if classes is None else torch.int64)
 
 
-def _read_classes(table: Table, column: str) -> tuple[tuple[str, ...], dict[str, int]]:
+def _read_classes(table: TableDataset, column: str) -> tuple[tuple[str, ...], dict[str | None, int]]:
     """Names of the classes of a training split, and the number of each by how labels are written.
 
     They are those that the file declares, else the labels that occur, sorted, as numbers if all of them are integers.
     """
-    found = set(_read_labels(table, column, _class_text, "an integer or a text", "class numbers or class names"))
+    values = _label_values(table, column)
     names = getattr(table.data.features[column], "names", None)
     if names:
         return tuple(names), {str(number): number for number in range(len(names))}
+    texts = [text for text in set(map(_class_text, values)) if text is not None]
     try:
-        texts = sorted(found, key=int)
+        texts.sort(key=int)
     except ValueError:
-        texts = sorted(found)
+        texts.sort()
     return tuple(texts), {text: number for number, text in enumerate(texts)}
 
 
-def _class_text(value: Any) -> str:
-    """A label as text, since everything is in CSV; of an integer there is one spelling."""
+def _class_text(value: Any) -> str | None:
+    """A label as text, since everything is in CSV; of an integer there is one spelling. None for what is no label."""
     if not isinstance(value, (int, str)) or value == "":
-        raise TypeError
+        return None
     try:
         return str(int(value))
     except ValueError:
         return str(value)
-
-
-def _number(value: Any) -> float:
-    if not math.isfinite(number := float(value)):
-        raise ValueError
-    return number

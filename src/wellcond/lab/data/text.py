@@ -19,17 +19,8 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
 from wellcond.lab.data.base import Data, DataError, Dataset, SourceConfig, register_source, report_progress
-from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, from_hub, import_datasets
-from wellcond.lab.data.tables import (
-    NAME,
-    Table,
-    TableDataset,
-    find_splits,
-    load_dataset,
-    name_of,
-    reading,
-    require_split,
-)
+from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, import_datasets
+from wellcond.lab.data.tables import NAME, TableDataset, find_splits, name_of, opened, require_split
 
 if TYPE_CHECKING:
     from wellcond.lab.tokenizers import Tokenizer
@@ -68,18 +59,19 @@ class TextStreamConfig(SourceConfig):
 @register_source(TextStreamConfig)
 def load_text_stream(config: TextStreamConfig, base: Path) -> Data:
     """Read the corpus unless it is in the cache."""
-    name = config.id if config.config is None else f"{config.id} ({config.config})"
-    files: list[Path] | None = None
+    files: list[Path] | None
     if config.files is not None:
         files = find_files(config.files, base, "files")
         name = name_of(files)
-    elif (splits := find_splits(str(config.id), config.config)) is not None:
-        files = splits[require_split(config.split, splits, str(name), "split")]
-    identity: list[Any] = [config.id, config.config, config.split]
+    else:
+        name = str(config.id) if config.config is None else f"{config.id} ({config.config})"
+        splits = find_splits(str(config.id), config.config)
+        files = None if splits is None else splits[require_split(config.split, splits, name, "split")]
+    place: list[Any] = [config.id, config.config, config.split]
     if files is not None:
-        identity = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    made_from = {"version": VERSION, "place": identity, "text": config.text, "limit_bytes": config.limit_bytes}
-    folder = cached_folder("text", made_from, lambda into: _store(into, config, str(name), files), f"reading {name}")
+        place = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    made_from = {"version": VERSION, "place": place, "text": config.text, "limit_bytes": config.limit_bytes}
+    folder = cached_folder("text", made_from, lambda into: _store(into, config, name, files), f"reading {name}")
     counts = json.loads((folder / "text.json").read_text())
     if counts["documents"] <= config.evaluation_documents:
         raise DataError(
@@ -88,12 +80,9 @@ def load_text_stream(config: TextStreamConfig, base: Path) -> Data:
             found=f"{counts['documents']} with text",
         )
     stored = import_datasets().Dataset.from_file(str(folder / "text.arrow"))
-    bounds = (0, config.evaluation_documents, counts["documents"])
-    evaluation, train = (
-        TableDataset(Table(stored.select(range(a, b)), str(name)), "text", ("text",), None)
-        for a, b in zip(bounds, bounds[1:], strict=False)
-    )
-    return Data(str(name), "text", train, evaluation, None, f"{name}, {counts['bytes']} bytes read as a stream")
+    parts = range(config.evaluation_documents), range(config.evaluation_documents, counts["documents"])
+    evaluation, train = (TableDataset(stored.select(part), name, columns=("text",)) for part in parts)
+    return Data(name, "text", train, evaluation, None, f"{name}, {counts['bytes']} bytes read as a stream")
 
 
 def _store(folder: Path, config: TextStreamConfig, name: str, files: list[Path] | None) -> None:
@@ -104,7 +93,7 @@ def _store(folder: Path, config: TextStreamConfig, name: str, files: list[Path] 
     schema = pa.schema([("text", pa.string())])
     limit = config.limit_bytes or math.inf
     with pa.OSFile(str(folder / "text.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-        for texts in _read(config, name, files):
+        for texts in _read(config, files):
             kept: list[str] = []
             for text in texts:
                 if text.strip() and counts["bytes"] < limit:
@@ -118,16 +107,12 @@ def _store(folder: Path, config: TextStreamConfig, name: str, files: list[Path] 
     (folder / "text.json").write_text(json.dumps(counts))
 
 
-def _read(config: TextStreamConfig, name: str, files: list[Path] | None) -> Iterator[list[str]]:
+def _read(config: TextStreamConfig, files: list[Path] | None) -> Iterator[list[str]]:
     """Texts of the files one after the other, or of the hub, fetched as they are read."""
-    where, expected = name, from_hub(str(config.id))
-    options: dict[str, Any] = {"name": config.config, "split": config.split}
-    if files is not None:
-        where, options = str(files[0].with_name(name_of(files))), {}
-        expected = "whole files of one format in UTF-8; .zst needs the package zstandard"
-    with reading(where, expected):
-        place = files or str(config.id)
-        for table in load_dataset(place, streaming=True, **options).with_format("arrow").iter(ROWS_AT_ONCE):
+    place = files or str(config.id)
+    options: dict[str, Any] = {} if files else {"name": config.config, "split": config.split}
+    with opened(place, streaming=True, **options) as data:
+        for table in data.with_format("arrow").iter(ROWS_AT_ONCE):
             texts: list[Any] = table[config.text].to_pylist() if config.text in table.column_names else [None]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"no text in column {config.text!r} ('text') of a row; columns {table.column_names}")
@@ -142,7 +127,7 @@ def text_columns(dataset: Dataset) -> Iterator[list[list[str]]]:
     for start in range(0, len(dataset), ROWS_AT_ONCE):
         rows = range(len(dataset))[start : start + ROWS_AT_ONCE]
         if isinstance(dataset, TableDataset):
-            values = dataset.table.data[rows if dataset.rows is None else dataset.rows[rows].tolist()]
+            values = dataset.data[rows if dataset.rows is None else dataset.rows[rows].tolist()]
             yield [values[name] for name in dataset.columns]
         else:
             examples = [dataset[row] for row in rows]
@@ -157,7 +142,7 @@ def text_fingerprint(dataset: Dataset) -> str:
     """
     if isinstance(dataset, TableDataset):
         rows = b"" if dataset.rows is None else dataset.rows.numpy().tobytes()
-        about = [dataset.table.data._fingerprint, dataset.columns, hashlib.sha256(rows).hexdigest()]
+        about = [dataset.data._fingerprint, dataset.columns, hashlib.sha256(rows).hexdigest()]
         return hashlib.sha256(canonical_json(about).encode()).hexdigest()
     digest = hashlib.sha256()
     for texts, *_ in text_columns(dataset):
@@ -185,10 +170,7 @@ class TokenStream:
 def open_token_stream(
     dataset: Dataset, tokenizer: Tokenizer, what: str, *, limit_tokens: int | None = None
 ) -> TokenStream:
-    """The tokens of a dataset, from the cache or made now, up to the document in which `limit_tokens` are reached.
-
-    Raises: DataError if there is no text; CacheError.
-    """
+    """The tokens of a dataset, from the cache or made now, up to the document in which `limit_tokens` are reached."""
     made_from = {
         "version": VERSION,
         "text": text_fingerprint(dataset),

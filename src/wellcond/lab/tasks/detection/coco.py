@@ -155,8 +155,7 @@ class CocoDataset:
         return replace(self, images=images, annotations=[self.annotations[row] for row in rows.tolist()])
 
     def _encoded(self, index: int) -> bytes:
-        file = self.folder / self.images[index]["file_name"]
-        return read_image(file, str(file), within=self.folder)
+        return read_image(self.folder / self.images[index]["file_name"], within=self.folder)
 
 
 @register_source(CocoConfig)
