@@ -15,7 +15,7 @@ from patience import PATIENCE
 from report.fake_runs import FakeMethod, write_comparison
 from wellcond.cli.app import OptionError, data_overrides, read_seeds
 from wellcond.cli.main import main
-from wellcond.cli.runs import choose_workers, foresee_power
+from wellcond.cli.runs import Comparison, choose_workers
 from wellcond.errors import WellcondError
 from wellcond.init.plan import METHODS
 from wellcond.lab.load_recipe import load_recipe
@@ -67,9 +67,10 @@ def test_a_comparison_runs_everything_and_reports(compared):
 def test_a_comparison_says_first_what_its_seeds_can_show(tmp_path):
     finals = {"default": {0: 0.9, 1: 0.91, 2: 0.92}, "conditioned": {0: 0.93, 1: 0.945, 2: 0.95}}
     write_comparison(tmp_path, [FakeMethod(label, values) for label, values in finals.items()], conditioning=False)
-    [line] = foresee_power(tmp_path, 10)
+    recipe, _ = load_recipe("digits")
+    [line] = Comparison(recipe, recipe.methods, tuple(range(10)), tmp_path).foresee_power([])
     assert line.startswith("10 seeds can show a true difference of 0.29 points (power 80 %") and "over 3 seeds" in line
-    assert foresee_power(tmp_path / "nothing", 10) == []
+    assert Comparison(recipe, recipe.methods, (0, 1, 2), tmp_path / "nothing").foresee_power([]) == []
 
 
 def test_a_comparison_picks_up_where_it_stopped(compared, tmp_path, monkeypatch, capfd):

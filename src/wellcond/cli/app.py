@@ -208,12 +208,3 @@ def read_jobs(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise OptionError(f"--jobs: expected auto or a number, found {text!r}")
     return int(text)
-
-
-def read_overrides(recipe: str, scale: str | None, changes: Sequence[str] | None, *own: str | None) -> list[str]:
-    """Overrides of a recipe: for the user's `own` data, then ``--set``; with what can be known of it without torch."""
-    from wellcond.lab.load_recipe import read_recipe
-
-    overrides = [*data_overrides(*own), *(changes or ())]
-    read_recipe(recipe, scale=scale, overrides=overrides)
-    return overrides

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-import shlex
-import sys
 from collections.abc import Sequence
 from importlib import resources
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +17,7 @@ from wellcond.errors import WellcondError, check_choice
 from wellcond.files import to_json, write_atomically
 
 if TYPE_CHECKING:
-    from wellcond.lab.train.run import Job
+    from wellcond.lab.recipe import Recipe
 
 tuning_option = functools.partial(Option, rich_help_panel="Tuning")
 ray_option = functools.partial(Option, rich_help_panel="On a Ray cluster")
@@ -57,24 +54,18 @@ def compare(
     json: cli.Json = False,
     quiet: cli.Quiet = False,
     report: Annotated[bool, cli.output_option("--report/--no-report", help="Build the report at the end.")] = True,
-    print_jobs: Annotated[bool, cli.output_option("--print-jobs", help="Run nothing; print a line per run.")] = False,
 ) -> None:
     """Train every method with every seed under one recipe, and show which is better, by how much, and why."""
     cli.need_train_extra()
-    overrides = cli.read_overrides(recipe, scale, set, data, input, label)
     numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
     tuning = cli.read_seeds(tuning_seeds, option="--tuning-seeds", first=cli.FIRST_TUNING_SEED) or ()
     grid = cli.read_tuned_fields(tune or [])
     check_choice("engine", engine, ("local", "ray"))
-    if print_jobs and (tune or engine == "ray"):
-        raise cli.OptionError("--print-jobs takes neither --tune nor --engine ray; leave them out")
-    from wellcond.cli.runs import Comparison, fit_to_data
+    loaded, base = _load(recipe, scale, set, data, input, label, quiet=quiet or json)
+    from wellcond.cli.runs import Comparison
     from wellcond.lab.cluster import RaySettings
-    from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import parse_methods
 
-    if data is not None:
-        overrides += fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
     ray = None
     if engine == "ray":
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -82,36 +73,31 @@ def compare(
         # Read when ray is imported: its reports of dead processes would go to standard output, between our lines.
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
         ray = RaySettings(ray_address, cpus_per_run, gpus_per_run)
-    loaded, base = load_recipe(recipe, scale=scale, overrides=overrides)
     comparison = Comparison(
         loaded,
         methods=loaded.methods if methods is None else parse_methods(methods),
         seeds=numbers or loaded.seeds,
         folder=folder or Path("runs") / f"{loaded.name}-{loaded.scale}{'-tuned' * bool(tune)}",
         options={"base": base, "cpu": cpu, "local_code": trust_local_code},
+        grid=grid, tuning_seeds=tuning, growth=tune_growth,
         at_once=at_once, ray=ray, as_json=json, silent=quiet or json, report=report,
     )  # fmt: skip
-    if print_jobs:
-        planned = comparison.plan(comparison.methods)
-        lines = [job_command(job, recipe, scale=scale, overrides=overrides) for job in planned]
-        comparison.describe()
-        print(to_json({"jobs": lines}, indent=1) if json else "\n".join(lines))
-        if not comparison.silent:  # standard output can be a file of commands
-            done = f"wellcond report {shlex.quote(str(comparison.folder))}"
-            print(f"{len(lines)} runs; when they are done: {done}", file=sys.stderr)
-        return
-    raise typer.Exit(comparison.tune_and_compare(grid, tuning, tune_growth) if grid else comparison.compare())
+    raise typer.Exit(comparison.compare())
 
 
-def job_command(job: Job, recipe_name: str, *, scale: str | None, overrides: Sequence[str]) -> str:
-    """One line for a shell that does exactly this job of a recipe with overrides, wherever the shell is."""
-    words = [sys.executable, "-m", "wellcond.cli.main", "train", recipe_name]
-    words += [] if scale is None else ["--scale", scale]
-    for override in (*overrides, f"method={dumps(job.method.model_dump(mode='json'))}"):
-        words += ["--set", override]
-    words += ["--seed", str(job.seed), "--folder", str(job.folder.absolute())]
-    words += ["--cpu"] * job.cpu + ["--trust-local-code"] * job.local_code
-    return f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
+def _load(
+    name: str, scale: str | None, changes: Sequence[str] | None, *own: str | None, quiet: bool
+) -> tuple[Recipe, Path | None]:
+    """A recipe with what ``--set`` changes, fitted to the user's `own` data if there are any; and its folder."""
+    from wellcond.lab.load_recipe import load_recipe
+
+    settings = cli.data_overrides(*own)
+    recipe, base = load_recipe(name, scale=scale, overrides=[*settings, *(changes or ())])
+    if settings:
+        from wellcond.cli.runs import fit_to_data
+
+        recipe = fit_to_data(recipe, base, quiet=quiet)
+    return recipe, base
 
 
 @cli.app.command("demo", rich_help_panel=cli.EXPERIMENTS)
@@ -149,15 +135,11 @@ def train(
 ) -> None:
     """Train one model with one method and one seed; the same command resumes an interrupted run."""
     cli.need_train_extra()
-    overrides = cli.read_overrides(recipe, scale, set, data, input, label)
+    loaded, base = _load(recipe, scale, set, data, input, label, quiet=quiet or json)
     from wellcond.cli import runs
-    from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import parse_methods
     from wellcond.lab.train.run import Job
 
-    if data is not None:
-        overrides += runs.fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
-    loaded, base = load_recipe(recipe, scale=scale, overrides=overrides)
     asked = [loaded.method] if method is None else parse_methods(method)
     if len(asked) != 1:
         raise cli.OptionError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")

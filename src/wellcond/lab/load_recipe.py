@@ -39,62 +39,50 @@ def load_recipe(
 ) -> tuple[Recipe, Path | None]:
     """A recipe, shipped or in a YAML file, and the folder its relative paths start from (None for one that ships).
 
-    `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML.
+    `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML. A mistake that
+    can be seen without torch is told before that is imported.
     """
-    fields, where, base = read_recipe(name_or_path, scale=scale, overrides=overrides)
-    from wellcond.lab.recipe import Recipe
-
-    try:
-        return Recipe.model_validate(fields), base
-    except ValidationError as error:
-        raise RecipeError("\n  ".join([f"{where} is not a valid recipe:", *list_problems(error)])) from error
-
-
-def read_recipe(
-    name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()
-) -> tuple[Fields, str, Path | None]:
-    """`load_recipe` as far as it goes without torch: the fields of the recipe, where they are from, and its folder."""
+    where, base = name_or_path, None
     if name_or_path.endswith((".yaml", ".yml")):
+        base = Path(name_or_path).parent
         try:
             text = read_regular(name_or_path).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"the recipe {name_or_path} cannot be read as text: {error}") from error
-        fields = _overridden(text, name_or_path, overrides)
-        if scale not in (None, fields.get("scale")):
-            said = fields.get("scale")
-            raise RecipeError(f"{name_or_path} is a recipe of scale {said!r}, not {scale!r}; leave out --scale")
-        return fields, name_or_path, Path(name_or_path).parent
-    shipped = shipped_recipes()
-    scales = [one for one in SCALES if f"{one}/{name_or_path}" in shipped]
-    if not scales:
-        advice = "expected a file of your own that ends in .yaml, or a recipe that `wellcond recipes` lists"
-        names = sorted({name.partition("/")[2] for name in shipped})
-        raise UnknownChoiceError("recipe", name_or_path, names, advice=advice)
-    if scale not in (None, *scales):
-        listed = ", ".join(scales)
-        raise RecipeError(f"the recipe {name_or_path!r} exists at scale {listed}, not {scale!r}; correct --scale")
-    where = f"{scale or scales[0]}/{name_or_path}"
-    return _overridden(shipped[where], where, overrides), where, None
-
-
-def _overridden(text: str, where: str, overrides: Sequence[str]) -> Fields:
-    data, changed = _extended(text, where), set()
+    else:
+        shipped = shipped_recipes()
+        scales = [one for one in SCALES if f"{one}/{name_or_path}" in shipped]
+        if not scales:
+            advice = "expected a file of your own that ends in .yaml, or a recipe that `wellcond recipes` lists"
+            names = sorted({name.partition("/")[2] for name in shipped})
+            raise UnknownChoiceError("recipe", name_or_path, names, advice=advice)
+        if scale not in (None, *scales):
+            listed = ", ".join(scales)
+            raise RecipeError(f"the recipe {name_or_path!r} exists at scale {listed}, not {scale!r}; correct --scale")
+        where = f"{scale or scales[0]}/{name_or_path}"
+        text = shipped[where]
+    fields, changed = _extended(text, where), set()
     for override in overrides:
-        path = set_field(data, override)
+        path = set_field(fields, override)
         changed.add(path.partition(".")[0])
         # What the user sets counts for all methods, whatever was found for some; another form is refused later.
         with contextlib.suppress(KeyError, AttributeError, TypeError):
-            for found in data["tuned"]["values"].values():
+            for found in fields["tuned"]["values"].values():
                 for field in [field for field in found if f"{field}.".startswith(f"{path}.")]:
                     del found[field]
-    return _without_untrue(data, changed)
+    if base is not None and scale not in (None, fields.get("scale")):
+        said = fields.get("scale")
+        raise RecipeError(f"{where} is a recipe of scale {said!r}, not {scale!r}; leave out --scale")
+    from wellcond.lab.recipe import Recipe
+
+    try:
+        return Recipe.model_validate(_without_untrue(fields, changed)), base
+    except ValidationError as error:
+        raise RecipeError("\n  ".join([f"{where} is not a valid recipe:", *list_problems(error)])) from error
 
 
 def set_field(data: Fields, override: str) -> str:
-    """Apply ``path.to.field=value`` in place and return the path.
-
-    Raises: RecipeError if it is none, or leads through what has no fields.
-    """
+    """Apply ``path.to.field=value`` in place and return the path."""
     path, equals, text = override.partition("=")
     path = path.strip()
     if not equals or not all(path.split(".")):

@@ -19,7 +19,7 @@ from wellcond.lab.report.records import Metric
 from wellcond.lab.report.table import number
 from wellcond.lab.report.tuning import KIND, NAME, TunedPoint
 from wellcond.lab.settings import RecipeError, list_problems, plain_numbers
-from wellcond.lab.train.compare import Outcome, settings_hash
+from wellcond.lab.train.compare import Outcome, plan_comparison, settings_hash
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunError, read_sealed, write_sealed
 from wellcond.run_records import SCHEMA
@@ -83,21 +83,21 @@ def extend_grid(values: Sequence[float], *, upwards: bool) -> float | None:
     return plain_numbers(float(f"{edge * factor if upwards else edge / factor:.3g}"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """What is searched, and how."""
+    """A comparison: methods and seeds under one recipe, where they are run, and what each method searches before."""
 
     recipe: Recipe
-    grid: Mapping[str, tuple[float, ...]]
-    """The values of every field that each method tries, in ascending order."""
+    methods: tuple[MethodSettings, ...]
     seeds: tuple[int, ...]
-    """Of the search."""
-    test_seeds: tuple[int, ...]
-    growth: int
-    """How often a grid may grow in each direction."""
     folder: Path
     options: dict[str, Any] = field(default_factory=dict)
-    """Of every job."""
+    """Of every run."""
+    grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """The values of every tuned field that each method tries, in ascending order."""
+    tuning_seeds: tuple[int, ...] = ()
+    growth: int = 0
+    """How often a grid may grow in each direction."""
 
     @property
     def scored(self) -> str:
@@ -111,13 +111,22 @@ class Plan:
         tracking = TrackingSettings(weights_every=None, jacobian_points=0)
         return self.recipe.model_copy(update={"evaluation": evaluation, "tracking": tracking})
 
-    def check(self, methods: Sequence[MethodSettings]) -> None:
-        """Raise RecipeError for a field that no method has, or a value that it does not take.
+    def jobs(self, methods: Sequence[MethodSettings]) -> list[Job]:
+        """Every run of some methods; raises RecipeError for what cannot be run."""
+        return plan_comparison(self.recipe, methods, self.seeds, self.folder, **self.options)
 
-        Raise RunError if the folder holds another search.
-        """
+    def check(self) -> None:
+        """Raise RecipeError for what cannot be run or searched, RunError if the folder holds another search."""
+        self.jobs(self.methods)
+        if not self.grid:
+            return
+        if shared := sorted(set(self.tuning_seeds) & set(self.seeds)):
+            raise RecipeError(
+                f"--tuning-seeds: expected seeds that are not tested, found {', '.join(map(str, shared))} in both; "
+                "methods would be tested on the seeds that chose their values"
+            )
         for name, values in self.grid.items():
-            concerned = [method for method in methods if find_field(method, name)]
+            concerned = [method for method in self.methods if find_field(method, name)]
             if not concerned:
                 raise RecipeError(
                     f"--tune {name}: expected a field of the recipe that a method may set ({', '.join(PARTS)}), or "
@@ -126,7 +135,7 @@ class Plan:
             for method, value in itertools.product(concerned, values):
                 at_values(self.recipe, method, {name: value})
         former = read_tuning(self.folder)
-        if former and (former["seeds"], former["fields"]) != (list(self.seeds), list(self.grid)):
+        if former and (former["seeds"], former["fields"]) != (list(self.tuning_seeds), list(self.grid)):
             raise RunError(f"{self.folder} holds a search of other fields or with other seeds; give another folder")
 
 
@@ -208,26 +217,24 @@ class MethodSearch:
 
 
 def search(
-    plan: Plan,
-    methods: Sequence[MethodSettings],
-    run: Callable[[list[Job], str], Outcome],
+    plan: Plan, run: Callable[[list[Job], str], Outcome]
 ) -> tuple[list[MethodSearch], Outcome | None]:
-    """Search all methods at once, stage by stage: first the grid, then where it grows.
+    """Search all methods at once, stage by stage: first the grid, then where it grows; nothing runs without a grid.
 
     `run` does the jobs of a stage, which has a name; tuning.json is written after each. Returns the searches and, if it
     was interrupted or runs failed, the outcome of that stage.
     """
-    searches = [MethodSearch(plan, method) for method in methods]
+    searches = [MethodSearch(plan, method) for method in plan.methods]
     stage = "search"
     while new := [(found, values) for found in searches for values in found.missing]:
         # Runs of a seed share their data.
-        jobs = [found.job(values, seed) for seed in plan.seeds for found, values in new]
+        jobs = [found.job(values, seed) for seed in plan.tuning_seeds for found, values in new]
         outcome = run(jobs, stage)
         if outcome.interrupted or outcome.failures:
             return searches, outcome
         records = {(record["method"], record["seed"]): record for record in outcome.records}
         for job, (found, values) in zip(jobs, new, strict=False):
-            found.take(values, [records[job.method.label, seed] for seed in sorted(plan.seeds)])
+            found.take(values, [records[job.method.label, seed] for seed in sorted(plan.tuning_seeds)])
         if os.environ.get("RANK", "0") == "0":
             write_tuning(plan, searches)
         for found in searches:
@@ -253,10 +260,10 @@ def write_tuning(plan: Plan, searches: Sequence[MethodSearch]) -> None:
         "metric": next(asdict(found.metric) for found in searches if found.metric),
         "fields": list(plan.grid),
         "grid": {name: list(values) for name, values in plan.grid.items()},
-        "seeds": list(plan.seeds),
+        "seeds": list(plan.tuning_seeds),
         "growth": plan.growth,
         "scored": f"{plan.scored} evaluation on the evaluation split",
-        "test_seeds": sorted(plan.test_seeds),
+        "test_seeds": sorted(plan.seeds),
         "test_data": SEEN if plan.recipe.evaluation.test is None else UNSEEN,
         "methods": [*(row for row in former["methods"] if row["label"] not in labels), *rows],
     }

@@ -29,7 +29,6 @@ GPU_MACHINES = [{"CPU": 4.0}, {"CPU": 16.0, "GPU": 2.0}]
         ({"engine": "spark"}, "unknown engine: got 'spark', expected one of 'local', 'ray'"),
         ({"engine": "ray", "gpus_per_run": 2}, "--gpus-per-run: expected 0 to 1, found 2"),
         ({"engine": "ray", "jobs": "many"}, "--jobs: expected auto or a number, found 'many'"),
-        ({"engine": "ray", "print_jobs": True}, "--print-jobs takes neither --tune nor --engine ray"),
     ],
 )
 def test_wrong_arguments_say_what_was_expected(arguments, message, tmp_path):
