@@ -11,14 +11,17 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 import wellcond
 from wellcond.errors import DEBUG_VARIABLE, MissingExtraError, WeightError, WellcondError
-from wellcond.models import check_model, parse_values
+from wellcond.models import build_model, check_model, parse_values
+
+if TYPE_CHECKING:
+    from torch import nn
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -121,6 +124,34 @@ def read_model(model: str, arguments: Sequence[str] | None, weights: Path | None
     if weights is not None and not weights.is_file():
         raise WeightError(f"no such weights file: {weights}")
     return values
+
+
+def build_loaded(
+    spec: str, arguments: Sequence[str] | None, weights: Path | None, seed: int, *, averaged: bool = False
+) -> nn.Module:
+    """The model of a command, with a checkpoint if one is given; if that holds raw weights, it is conditioned."""
+    values = read_model(spec, arguments, weights)
+    import torch
+
+    from wellcond.conditioning.apply import recondition_
+    from wellcond.weights import conditioning_in, load_state, read_state_dict
+
+    torch.manual_seed(seed)
+    model = build_model(spec, values)
+    if weights is None:
+        return model
+    state = read_state_dict(weights, averaged=averaged)
+    settings = conditioning_in(state)
+    if settings is not None:
+        try:
+            recondition_(model, settings)
+        except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+            raise WeightError(
+                f"{weights}: the checkpoint's wellcond marker is damaged: {settings} cannot be applied ({error}). "
+                "Write the checkpoint again"
+            ) from error
+    load_state(model, state, str(weights))
+    return model
 
 
 def check_is_folder(folder: Path) -> None:

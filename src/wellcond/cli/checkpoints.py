@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Option
 
 from wellcond.cli import app as cli
 from wellcond.errors import WeightError
-from wellcond.models import build_model, parse_values
-
-if TYPE_CHECKING:
-    from torch import nn
+from wellcond.models import parse_values
 
 CALIBRATION_SAMPLES = 32
 
@@ -34,12 +31,13 @@ def init(
     force: cli.Force = False,
 ) -> None:
     """Initialise the attention of MODEL and write a plain checkpoint."""
-    arguments, options = cli.read_model(model, model_arg, weights), parse_values(option or [])
+    options = parse_values(option or [])
     cli.check_outputs(output, force=force, suffix=".safetensors")
     if (input is None) == (method == "calibrated"):
         raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
     if input is not None:
         cli.check_input(input)
+    built = cli.build_loaded(model, model_arg, weights, seed)
     import torch
 
     from wellcond.attention.find import find_attention
@@ -47,7 +45,6 @@ def init(
     from wellcond.init.apply import init_
     from wellcond.weights import save_weights
 
-    built = build_loaded(model, arguments, weights, seed)
     batch = {} if input is None else {"batch": make_batch(built, input, samples=CALIBRATION_SAMPLES, seed=seed)[0]}
     try:
         init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **batch)
@@ -68,43 +65,15 @@ def fold(
     force: cli.Force = False,
 ) -> None:
     """Fold the correction of a conditioned checkpoint into its weights, and write a plain checkpoint."""
-    arguments = cli.read_model(model, model_arg, weights)
     cli.check_outputs(output, force=force, suffix=".safetensors")
+    built = cli.build_loaded(model, model_arg, weights, 0, averaged=ema)
     from wellcond.attention.effective import conditioning_of
     from wellcond.conditioning.apply import fold_
     from wellcond.weights import save_weights
 
-    built = build_loaded(model, arguments, weights, 0, averaged=ema)
     settings = conditioning_of(built)
     if settings is None:
         raise WeightError(f"{weights} is a plain checkpoint already: it names no correction to fold")
     fold_(built)
     save_weights(built, output, overwrite=force)
     typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attentions")
-
-
-def build_loaded(
-    spec: str, arguments: dict[str, Any], weights: Path | None, seed: int, *, averaged: bool = False
-) -> nn.Module:
-    """Build the model of a command, with a checkpoint if one is given; if that holds raw weights, it is conditioned."""
-    import torch
-
-    from wellcond.conditioning.apply import recondition_
-    from wellcond.weights import conditioning_in, load_state, read_state_dict
-
-    torch.manual_seed(seed)
-    model = build_model(spec, arguments)
-    if weights is None:
-        return model
-    state = read_state_dict(weights, averaged=averaged)
-    settings = conditioning_in(state)
-    if settings is not None:
-        try:
-            recondition_(model, settings)
-        except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-            raise WeightError(
-                f"{weights}: the checkpoint's wellcond marker is damaged: {settings} cannot be applied ({error}). "
-                "Write the checkpoint again"
-            ) from error
-    load_state(model, state, str(weights))
-    return model

@@ -48,31 +48,7 @@ def inspect(
         check_choice("zoo", zoo, ("timm", "hf"))
         print_zoo(str(zoo), as_json=json)
         return
-    built = _build(model, cli.read_model(model, model_arg, weights), weights, seed)
-    print_model(built, as_json=json, title=cli.describe_spec(model, model_arg, weights, seed))
-
-
-def _build(spec: str, arguments: dict[str, Any], weights: Path | None, seed: int) -> nn.Module:
-    """The model; a large one that is only named is built on the meta device.
-
-    Its weights would be random, and take memory and minutes, so that it has no condition numbers.
-    """
-    import torch
-
-    from wellcond.cli.checkpoints import build_loaded
-
-    if weights is None and not is_local_code(spec) and not Path(spec.partition(":")[2]).is_dir():
-        # A mistake, or a constructor that needs values, is told when the model is built for real.
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), contextlib.suppress(ModelSpecError):
-            warnings.simplefilter("ignore")  # constructors warn of copies to the meta device
-            model = build_model(spec, arguments, on_meta=True)
-            if sum(parameter.numel() for parameter in model.parameters()) > MOST_RANDOM:
-                return model
-    return build_loaded(spec, arguments, weights, seed)
-
-
-def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
-    """Print every attention of a model; modules that were refused are listed with the reason."""
+    built = _build(model, model_arg, weights, seed)
     import torch
     from rich.console import Console
     from rich.progress import track
@@ -83,18 +59,19 @@ def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
     from wellcond.lab.report.table import Table
     from wellcond.run_facts import describe_model
 
-    scan = scan_attention(model)
+    scan = scan_attention(built)
     if not scan.sites and not scan.refusals:
-        raise AttentionNotFoundError((type(m).__name__ for m in model.modules()), [])
-    sites = track(scan.sites, "condition numbers", console=Console(stderr=True), transient=True, disable=as_json)
+        raise AttentionNotFoundError((type(m).__name__ for m in built.modules()), [])
+    sites = track(scan.sites, "condition numbers", console=Console(stderr=True), transient=True, disable=json)
     with torch.no_grad():
         rows = [_describe(site) for site in sites]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    note = NO_WEIGHTS if any(parameter.is_meta for parameter in model.parameters()) else ""
-    conditioning = conditioning_of(model)
-    if as_json:
+    title = cli.describe_spec(model, model_arg, weights, seed)
+    parameters = sum(parameter.numel() for parameter in built.parameters())
+    note = NO_WEIGHTS if any(parameter.is_meta for parameter in built.parameters()) else ""
+    conditioning = conditioning_of(built)
+    if json:
         content = {
-            "model": f"{title}: {describe_model(model)}", "version": __version__, "conditioning": conditioning,
+            "model": f"{title}: {describe_model(built)}", "version": __version__, "conditioning": conditioning,
             "parameters": parameters, "sites": rows, "refused": [str(refusal) for refusal in scan.refusals],
         }  # fmt: skip
         print(to_json(content | ({"note": note} if note else {}), indent=2))
@@ -107,6 +84,24 @@ def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
     out.print(told, markup=False, soft_wrap=bool(note))
     for refusal in scan.refusals:
         out.print(f"[yellow]not understood:[/] {refusal}")
+
+
+def _build(spec: str, model_arg: list[str] | None, weights: Path | None, seed: int) -> nn.Module:
+    """The model; a large one that is only named is built on the meta device.
+
+    Its weights would be random, and take memory and minutes, so that it has no condition numbers.
+    """
+    arguments = cli.read_model(spec, model_arg, weights)
+    import torch
+
+    if weights is None and not is_local_code(spec) and not Path(spec.partition(":")[2]).is_dir():
+        # A mistake, or a constructor that needs values, is told when the model is built for real.
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), contextlib.suppress(ModelSpecError):
+            warnings.simplefilter("ignore")  # constructors warn of copies to the meta device
+            model = build_model(spec, arguments, on_meta=True)
+            if sum(parameter.numel() for parameter in model.parameters()) > MOST_RANDOM:
+                return model
+    return cli.build_loaded(spec, model_arg, weights, seed)
 
 
 def _describe(site: AttentionSite) -> dict[str, Any]:
@@ -131,30 +126,21 @@ def _describe(site: AttentionSite) -> dict[str, Any]:
 
 
 def _show(row: dict[str, Any]) -> dict[str, Cell]:
-    """A row of `_describe` as the table has it."""
+    """A row of `_describe` as the table has it; where a condition number is not finite, why, and the pseudo one."""
     heads, groups = row["num_heads"], row["num_kv_heads"]
+    shown: dict[str, Cell] = {
+        "layer": row["layer"], "kind": row["kind"], "heads": str(heads) if heads == groups else f"{heads}/{groups}",
+        "dims": f"{row['head_dim']} x {row['in_features']}", "arrangement": row["arrangement"],
+    }  # fmt: skip
+    for role in "qkv":
+        kappa, pseudo, why = (row[f"{name}_{role}"] for name in ("kappa", "pseudo_kappa", "why_not_finite"))
+        known = pseudo if why else kappa
+        text = "-" if known is None else f"{known:.3f}" if known < 1000 else f"{known:.2e}"
+        shown[f"κ(W_{role.upper()})"] = f"{kappa} ({why}{f', pseudo {text}' * math.isfinite(pseudo)})" if why else text
     remarks = [flag.replace("_", " ") for flag in row["flags"]]
     remarks += [f"{row['qk_norm']} qk-norm"] if row["qk_norm"] else []
     remarks += ["by structure only"] if row["evidence"] == "structure" else []
-    return {
-        "layer": row["layer"],
-        "kind": row["kind"],
-        "heads": str(heads) if heads == groups else f"{heads}/{groups}",
-        "dims": f"{row['head_dim']} x {row['in_features']}",
-        "arrangement": row["arrangement"],
-        **{f"κ(W_{role.upper()})": _show_kappa(row, role) for role in "qkv"},
-        "remarks": ", ".join(remarks),
-    }
-
-
-def _show_kappa(row: dict[str, Any], role: str) -> str:
-    """Condition number of a weight; where it is not finite, why, and the one over the non-zero spectrum."""
-    kappa, pseudo, why = (row[f"{name}_{role}"] for name in ("kappa", "pseudo_kappa", "why_not_finite"))
-    if kappa is None:
-        return "-"
-    known = pseudo if why else kappa
-    shown = f"{known:.3f}" if known < 1000 else f"{known:.2e}"
-    return f"{kappa} ({why}{f', pseudo {shown}' * math.isfinite(pseudo)})" if why else shown
+    return shown | {"remarks": ", ".join(remarks)}
 
 
 def print_zoo(library: str, *, as_json: bool = False) -> None:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.errors import WellcondError, needs_extra
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.checkpoint import OURS
 from wellcond.lab.train.compare import Dispatch, JobObserver, Message, Outcome, do_job
 from wellcond.lab.train.engine import Event
@@ -48,13 +47,6 @@ class RaySettings:
     """By default the threads of the recipe and its data workers."""
     gpus_per_run: float | None = None
     """At most 1, since a run is one process; by default 1 where the cluster has GPUs. 0.5: two runs share one."""
-
-    def __post_init__(self) -> None:
-        if self.gpus_per_run is not None and not 0 <= self.gpus_per_run <= 1:
-            raise RecipeError(
-                f"--gpus-per-run: expected 0 to 1, found {self.gpus_per_run:g}: a run on Ray is one process with one "
-                "GPU at most. To train one run on several GPUs, launch it with torchrun"
-            )
 
     def resources(self, job: Job, machines: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """What Ray reserves for a run: what the user says, or what its recipe needs."""
@@ -84,10 +76,7 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """The package ray, connected to a cluster, whose workers get this wellcond; one that was started here ends.
-
-    Raises: MissingExtraError; WellcondError if there is no cluster to connect to.
-    """
+    """The package ray, connected to a cluster, whose workers get this wellcond; one that was started here ends."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here, as is the next
     os.environ.setdefault("RAY_worker_niceness", "0")  # runs are what this machine is for
     with needs_extra("ray", "ray"):
@@ -123,10 +112,7 @@ def _check_reachable(place: str) -> None:
 
 
 def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, settings: RaySettings) -> Outcome:
-    """As `run_comparison`, on the machines of a Ray cluster; complete runs need none.
-
-    Raises: MissingExtraError; WellcondError without a cluster, or for what concerns every run.
-    """
+    """As `run_comparison`, on the machines of a Ray cluster; complete runs need none."""
     dispatch = Dispatch(jobs, observer)
     if not dispatch.waiting:
         return dispatch.outcome
@@ -193,9 +179,6 @@ def _reason(error: Exception) -> str:
 
 # On the machines of the cluster
 
-Files = dict[str, bytes]
-"""The files of a run by their names in its folder."""
-
 
 class Home:
     """An actor on the machine of the command: what runs tell, and files of runs whose machine does not see them."""
@@ -205,7 +188,7 @@ class Home:
         self._begun: dict[Path, contextlib.ExitStack] = {}
         """Folders of runs, each with its lock if another machine works on a copy."""
 
-    def begin(self, folder: Path, away: bool) -> Files:
+    def begin(self, folder: Path, away: bool) -> dict[str, bytes]:
         """A run begins, or begins again on another machine; returns its files if they are `away` from there."""
         if folder in self._begun:
             self.tell(folder, {"event": "lost", "problem": "its worker was lost"})
@@ -225,9 +208,9 @@ class Home:
         taken, self._events = self._events, []
         return taken
 
-    def receive(self, folder: Path, files: Files) -> None:
+    def receive(self, folder: Path, files: dict[str, bytes]) -> None:
         """Replace the files of a run."""
-        receive(files, folder)
+        unpack(files, folder)
 
     def end(self, folder: Path) -> None:
         """A run has ended, and everything it told has arrived."""
@@ -264,41 +247,29 @@ def run_task(job: Job, home: Any, token: str) -> Message:
     return kind, f"{content} (on {platform.node()})" if kind == "error for all" else content
 
 
-def pack(folder: Path) -> Files:
-    """The files of a run, without its lock, links and what is in the making."""
+def pack(folder: Path) -> dict[str, bytes]:
+    """The files of a run by their names in its folder, without its lock, links and what is in the making."""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if not path.is_symlink()}
     chosen = [name for name in paths if paths[name].is_file() and name != "lock" and ".partial" not in name]
     return {name: paths[name].read_bytes() for name in chosen}
 
 
-def unpack(files: Files, folder: Path) -> None:
-    """Write files into a folder.
-
-    Raises: RunError if they cannot be written, or a name leads out of the folder.
-    """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            path = folder / name
-            if not path.resolve().is_relative_to(folder.resolve()):
-                raise RunError(f"{name!r}, which a worker sent for {folder}, is outside the run's folder")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-
-
-def receive(files: Files, folder: Path) -> None:
+def unpack(files: dict[str, bytes], folder: Path) -> None:
     """Replace the files of a run by those that were sent: at every moment the folder can be resumed from.
 
     Logs go first, since a checkpoint needs logs that are at least as long as when it was made; the record goes last,
-    since it says what is complete.
-
-    Raises: RunError if they cannot be written, or would be written outside the folder.
+    since it says what is complete. RunError for a name that leads out of the folder; then nothing is replaced.
     """
     incoming, ours = folder / ".incoming.partial", folder / "checkpoints"
     check_links(folder)
     with writing(folder):
         shutil.rmtree(incoming, ignore_errors=True)
-        unpack(files, incoming)
+        for name, content in files.items():
+            path = incoming / name
+            if not path.resolve().is_relative_to(incoming.resolve()):
+                raise RunError(f"{name!r}, which a worker sent for {folder}, is outside the run's folder")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
         steps = {name.split("/")[1] for name in files if name.startswith("checkpoints/")}
         logs = [name for name in files if not name.startswith("checkpoints/") and name != "run.json"]
         # A checkpoint of the same step is whole, and the same.

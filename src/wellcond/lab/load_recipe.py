@@ -39,8 +39,8 @@ def load_recipe(
 ) -> tuple[Recipe, Path | None]:
     """A recipe, shipped or in a YAML file, and the folder its relative paths start from (None for one that ships).
 
-    `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML. A mistake that
-    can be seen without torch is told before that is imported.
+    `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML. What can be
+    seen to be wrong without torch is told before it is imported.
     """
     where, base = name_or_path, None
     if name_or_path.endswith((".yaml", ".yml")):

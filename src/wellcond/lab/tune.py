@@ -216,9 +216,7 @@ class MethodSearch:
         }
 
 
-def search(
-    plan: Plan, run: Callable[[list[Job], str], Outcome]
-) -> tuple[list[MethodSearch], Outcome | None]:
+def search(plan: Plan, run: Callable[[list[Job], str], Outcome]) -> tuple[list[MethodSearch], Outcome | None]:
     """Search all methods at once, stage by stage: first the grid, then where it grows; nothing runs without a grid.
 
     `run` does the jobs of a stage, which has a name; tuning.json is written after each. Returns the searches and, if it
