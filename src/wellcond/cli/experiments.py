@@ -13,8 +13,10 @@ import typer
 from typer import Argument, Option
 
 from wellcond.cli import app as cli
+from wellcond.cli.console import print_tables
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import to_json, write_atomically
+from wellcond.lab.report.table import Cell, Table
 
 if TYPE_CHECKING:
     from wellcond.lab.recipe import Recipe
@@ -171,7 +173,7 @@ def glue(
     Corrections of a conditioned model are folded into its weights first.
     """
     cli.need_train_extra()
-    from wellcond.lab.report.glue import TITLES  # without torch, as long as there may be a mistake
+    from wellcond.lab.report.glue import TITLES, load_glue, rebuild_glue, scores_table
 
     cli.check_is_folder(run)
     chosen = list(TITLES) if tasks is None else [name.strip() for name in tasks.split(",")]
@@ -179,8 +181,6 @@ def glue(
         check_choice("GLUE task", name, list(TITLES))
     at_once = cli.read_jobs(jobs)
     from wellcond.cli import runs
-    from wellcond.cli.console import print_tables
-    from wellcond.lab.report.glue import load_glue, rebuild_glue, scores_table
     from wellcond.lab.train.glue import plan_glue
 
     plan = plan_glue(run, tasks=chosen, limit=limit, cpu=cpu)
@@ -197,9 +197,7 @@ def glue(
 def recipes(json: cli.Json = False) -> None:
     """List the recipes that ship with wellcond."""
     cli.need_train_extra()
-    from wellcond.cli.console import print_tables
     from wellcond.lab.load_recipe import load_recipe, shipped_recipes
-    from wellcond.lab.report.table import Cell, Table
 
     listed = [load_recipe(name, scale=scale)[0] for scale, name in (found.split("/") for found in shipped_recipes())]
     if json:

@@ -1,4 +1,4 @@
-"""`wellcond inspect`: what is found in a model, or in a whole library."""
+"""`wellcond inspect`, `init` and `fold`: the weights of attention, as they are found and as a plain checkpoint."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import track
 from typer import Argument, Option
 
 from wellcond.cli import app as cli
-from wellcond.errors import AttentionNotFoundError, check_choice
+from wellcond.cli.console import make_console, print_table
+from wellcond.errors import AttentionNotFoundError, WeightError, check_choice
 from wellcond.files import to_json
-from wellcond.models import ModelSpecError, build_model, is_local_code
+from wellcond.lab.report.table import Cell, Table
+from wellcond.models import ModelSpecError, build_model, is_local_code, parse_values
 from wellcond.version import __version__
 
 if TYPE_CHECKING:
     from torch import nn
 
     from wellcond.attention.site import AttentionSite
-    from wellcond.lab.report.table import Cell
 
 FIELDS = ("kind", "num_heads", "num_kv_heads", "head_dim", "in_features", "arrangement", "scale", "qk_norm", "evidence")
 MOST_RANDOM = 500_000_000
@@ -50,13 +53,9 @@ def inspect(
         return
     built = _build(model, model_arg, weights, seed)
     import torch
-    from rich.console import Console
-    from rich.progress import track
 
     from wellcond.attention.effective import conditioning_of
     from wellcond.attention.find import scan_attention
-    from wellcond.cli.console import make_console, print_table
-    from wellcond.lab.report.table import Table
     from wellcond.run_facts import describe_model
 
     scan = scan_attention(built)
@@ -145,11 +144,6 @@ def _show(row: dict[str, Any]) -> dict[str, Cell]:
 
 def print_zoo(library: str, *, as_json: bool = False) -> None:
     """Walk every architecture of timm or hf, as installed, and print how much of it is understood."""
-    from rich.console import Console
-    from rich.progress import track
-
-    from wellcond.cli.console import make_console, print_table
-    from wellcond.lab.report.table import Table
     from wellcond.zoo.forms import is_structured
     from wellcond.zoo.walk import walk_hf, walk_timm
 
@@ -176,3 +170,67 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
     if found:
         structured = sum(is_structured(row.forms) for row in found)
         out.print(f"structured Jacobians: {structured} of {len(found)} ({structured / len(found):.0%})")
+
+
+@cli.app.command("init", rich_help_panel=cli.MODELS)
+def init(
+    model: cli.Model,
+    output: cli.Output,
+    method: Annotated[
+        str,
+        Option(metavar="NAME", help="Or calibrated, gaussian, mimetic, nanochat, orthogonal, small, t_fixup, default."),
+    ] = "conditioned",
+    weights: cli.Weights = None,
+    option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Of the method; repeatable.")] = None,
+    input: Annotated[str | None, Option(metavar="INPUT", help=f"For calibrated: {cli.INPUT_HELP}")] = None,
+    model_arg: cli.ModelArguments = None,
+    seed: cli.Seed = 0,
+    force: cli.Force = False,
+) -> None:
+    """Initialise the attention of MODEL and write a plain checkpoint."""
+    options = parse_values(option or [])
+    cli.check_outputs(output, force=force, suffix=".safetensors")
+    if (input is None) == (method == "calibrated"):
+        raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
+    if input is not None:
+        cli.check_input(input)
+    built = cli.build_loaded(model, model_arg, weights, seed)
+    import torch
+
+    from wellcond.attention.find import find_attention
+    from wellcond.cli.inputs import make_batch
+    from wellcond.init.apply import init_
+    from wellcond.weights import save_weights
+
+    batch = {} if input is None else {"batch": make_batch(built, input, samples=32, seed=seed)[0]}
+    try:
+        init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **batch)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        said = f" with {', '.join(option)}" if option else ""
+        raise cli.OptionError(f"--method {method}{said}: {error}") from error
+    save_weights(built, output, overwrite=force)
+    typer.echo(f"wrote {output}: {len(find_attention(built))} attentions initialised as {method!r}")
+
+
+@cli.app.command("fold", rich_help_panel=cli.MODELS)
+def fold(
+    model: cli.Model,
+    output: cli.Output,
+    weights: Annotated[Path, Option(help="Checkpoint of a conditioned model.")],
+    ema: Annotated[bool, Option("--ema", help="Take the EMA weights of a checkpoint of timm's train script.")] = False,
+    model_arg: cli.ModelArguments = None,
+    force: cli.Force = False,
+) -> None:
+    """Fold the correction of a conditioned checkpoint into its weights, and write a plain checkpoint."""
+    cli.check_outputs(output, force=force, suffix=".safetensors")
+    built = cli.build_loaded(model, model_arg, weights, 0, averaged=ema)
+    from wellcond.attention.effective import conditioning_of
+    from wellcond.conditioning.apply import fold_
+    from wellcond.weights import save_weights
+
+    settings = conditioning_of(built)
+    if settings is None:
+        raise WeightError(f"{weights} is a plain checkpoint already: it names no correction to fold")
+    fold_(built)
+    save_weights(built, output, overwrite=force)
+    typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attentions")

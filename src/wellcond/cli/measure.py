@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import track
 from typer import Option
 
 from wellcond.cli import app as cli
@@ -41,8 +43,6 @@ def doctor(
     """Say what is wrong with the attention of MODEL, and which line of code mends it; seconds."""
     cli.check_outputs(output, html, force=force)
     built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
-    from rich.console import Console
-
     from wellcond.diagnosis.diagnose import diagnose
 
     found = diagnose(built, batch, trained=trained, jacobian=jacobian)
@@ -74,9 +74,6 @@ def measure(
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
     cli.check_outputs(output, html, force=force)
     built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
-    from rich.console import Console
-    from rich.progress import track
-
     from wellcond.attention.find import scan_attention
     from wellcond.measurement import measure
 

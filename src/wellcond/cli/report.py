@@ -11,6 +11,7 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from wellcond.cli import app as cli
+from wellcond.cli.console import make_console, print_table, print_tables
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import to_json, write_atomically
 
@@ -32,7 +33,6 @@ def report(
 
 def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) -> None:
     """Build the report of a folder, print its summary and where it is."""
-    from wellcond.cli.console import make_console, print_table
     from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
     from wellcond.lab.report.load_runs import load_comparisons
     from wellcond.lab.report.page import gather, write_report
@@ -143,8 +143,6 @@ def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: b
 
 
 def _show(tables: list[Table], *, as_json: bool, quiet: bool = False, end: str = "") -> None:
-    from wellcond.cli.console import print_tables
-
     if as_json:
         rows = [[dict(zip(table.header, row, strict=True)) for row in table.rows] for table in tables]
         pairs = zip(tables, rows, strict=True)
@@ -178,7 +176,6 @@ def pack(
     `wellcond report`, `claims` and `reproduce --records` read both forms. A packed comparison in OUTPUT is replaced.
     """
     cli.check_is_folder(folder)
-    from wellcond.cli.console import make_console
     from wellcond.lab.report.pack import pack as pack_runs
 
     for home in pack_runs(folder, output):
