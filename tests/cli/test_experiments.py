@@ -150,7 +150,6 @@ def test_recipes_are_listed(wellcond):
         (["compare", "--recipe", "digits", "--seeds", "some"], "expected a number or a list such as 0,1,2"),
         (["compare", "--recipe", "digits", "--jobs", "-1"], "--jobs: expected auto or a number"),
         (["train", "digits", "--data", "gone.parquet"], "no such file or folder: gone.parquet"),
-        (["report", "nowhere"], "no such folder: nowhere"),
         (["train", "digits", "--method", "default,polar"], "--method: expected one method, found 2"),
         (["compare", "--recipe", "digits", "--methods", "default,identity(lam=1),identity(lam=1.0)"], "are the same"),
     ],

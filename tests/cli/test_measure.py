@@ -281,7 +281,7 @@ def test_outputs_are_never_overwritten_by_accident(run, file, tmp_path):
         assert "exists; give another name or --force" in code and path.read_text() == "precious" and not out
     assert run(f"{file}:vit", "-o", output, "--html", html, "--force")[0] == 0
     assert json.loads(output.read_text())["schema"] == 1 and html.read_text().startswith("<!DOCTYPE")
-    assert "no such folder" in run(f"{file}:vit", "-o", tmp_path / "none" / "r.json")[0]
+    assert "cannot be written: No such file" in run(f"{file}:vit", "-o", tmp_path / "none" / "r.json")[0]
     assert "and no folder" in run(f"{file}:vit", "-o", tmp_path)[0]
 
 

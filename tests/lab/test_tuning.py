@@ -39,7 +39,7 @@ def searched(made, score, metric=ACCURACY):
     """A search whose runs score by a rule: of the values that they would train with, and the seed."""
     stages = []
 
-    def run(jobs, stage):
+    def run(jobs):
         stages.append([(job.method.label, job.seed) for job in jobs])
         records = []
         for job in jobs:

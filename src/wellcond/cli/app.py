@@ -33,6 +33,7 @@ app = typer.Typer(
 MODELS, EXPERIMENTS, PAPERS = "On a model", "Experiments", "The papers, and records of runs"
 """Groups of commands."""
 output_option = functools.partial(Option, rich_help_panel="Output")
+folder_argument = functools.partial(Argument, exists=True, file_okay=False)
 
 # Of commands on a model
 MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME, or path/to/file.py:callable"
@@ -44,7 +45,8 @@ Samples = Annotated[int, Option(metavar="N", min=1, max=10_000, help="Samples to
 Tokens = Annotated[int, Option(metavar="N", min=1, max=100_000, help="Length of random token ids.")]
 JsonFile = Annotated[Path | None, Option("--output", "-o", help="JSON to write.")]
 HtmlFile = Annotated[Path | None, Option("--html", help="HTML page to write.")]
-Weights = Annotated[Path | None, Option(help="Checkpoint to load (.safetensors, or .pt with tensors only).")]
+checkpoint_option = functools.partial(Option, exists=True, dir_okay=False)
+Weights = Annotated[Path | None, checkpoint_option(help="To load: .safetensors, or .pt with tensors only.")]
 Output = Annotated[Path, Option("--output", "-o", help="Checkpoint to write (.safetensors).")]
 Force = Annotated[bool, Option("--force", help="Replace the output if it exists.")]
 Seed = Annotated[int, Option(metavar="N", min=0, max=2**32 - 1, help="Seed of everything random.")]
@@ -109,7 +111,6 @@ def check_outputs(*paths: Path | None, force: bool, suffix: str = "") -> None:
             raise OptionError(f"expected an output named *{suffix}, and no folder, found {path}")
         if path.exists() and not force:
             raise OptionError(f"{path} exists; give another name or --force")
-        check_is_folder(path.parent)
         try:
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
@@ -117,20 +118,12 @@ def check_outputs(*paths: Path | None, force: bool, suffix: str = "") -> None:
             raise OptionError(f"{path} cannot be written: {error.strerror}; give another folder") from error
 
 
-def read_model(model: str, arguments: Sequence[str] | None, weights: Path | None) -> dict[str, Any]:
-    """Arguments of MODEL; raises ModelSpecError or WeightError for what can be known to be wrong before it is built."""
-    values = parse_values(arguments or [])
-    check_model(model, values)
-    if weights is not None and not weights.is_file():
-        raise WeightError(f"no such weights file: {weights}")
-    return values
-
-
 def build_loaded(
     spec: str, arguments: Sequence[str] | None, weights: Path | None, seed: int, *, averaged: bool = False
 ) -> nn.Module:
     """The model of a command, with a checkpoint if one is given; if that holds raw weights, it is conditioned."""
-    values = read_model(spec, arguments, weights)
+    values = parse_values(arguments or [])
+    check_model(spec, values)
     import torch
 
     from wellcond.conditioning.apply import recondition_
@@ -152,12 +145,6 @@ def build_loaded(
             ) from error
     load_state(model, state, str(weights))
     return model
-
-
-def check_is_folder(folder: Path) -> None:
-    """Raise WellcondError unless a folder to read is there."""
-    if not folder.is_dir():
-        raise WellcondError(f"no such folder: {folder}")
 
 
 def describe_spec(model: str, arguments: Sequence[str] | None, weights: Path | None, seed: int) -> str:

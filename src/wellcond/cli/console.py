@@ -27,14 +27,13 @@ def make_console() -> Console:
 def print_table(out: Console, made: ReportTable) -> None:
     """Print a table of a report; in a narrow terminal words fold, and the last columns of numbers are left out."""
     made = without_empty_columns(made)
+    numbers = [at for at in range(1, len(made.header)) if at not in made.text_columns]
     left_out: list[str] = []
     table = _lay_out(made, fold=out.is_terminal)
-    while sum((column.min_width or 0) + 3 for column in table.columns) - 1 > out.width:  # 3 between two, 1 at each end
-        numbers = [at for at in range(1, len(made.header)) if at not in made.text_columns]
-        if not numbers:
-            break
-        left_out.insert(0, made.header[numbers[-1]])
-        made = made.only([at for at in range(len(made.header)) if at != numbers[-1]])
+    while numbers and sum((column.min_width or 0) + 3 for column in table.columns) - 1 > out.width:  # 3 between two
+        last = numbers.pop()
+        left_out.insert(0, made.header[last])
+        made = made.only([at for at in range(len(made.header)) if at != last])
         table = _lay_out(made, fold=out.is_terminal)
     out.print(table)
     if left_out:

@@ -152,14 +152,14 @@ def train(
         outcome = runs.run_jobs([job], 1, quiet=quiet or json)
     if outcome.failures and not json:
         raise WellcondError(outcome.failures[0][1])
-    code = runs.tell_end(outcome, 1, as_json=json)
+    code = runs.tell_end(outcome, as_json=json)
     # A comparison that continues with other runs has the exit code 1, whatever error a run ends with.
     raise typer.Exit(2 if outcome.failures else code)
 
 
 @cli.app.command("glue", rich_help_panel=cli.EXPERIMENTS)
 def glue(
-    run: Annotated[Path, Argument(metavar="RUN", help="A run of masked language modelling, or a comparison.")],
+    run: Annotated[Path, cli.folder_argument(metavar="RUN", help="Of masked language modelling, or a comparison.")],
     tasks: Annotated[str | None, Option(metavar="LIST", help="Such as cola,sst2; all eight by default.")] = None,
     limit: Annotated[
         int | None, Option(metavar="N", min=0, help="Rows of a split, 0: all; by default 3000 at scale tiny, else all.")
@@ -175,7 +175,6 @@ def glue(
     cli.need_train_extra()
     from wellcond.lab.report.glue import TITLES, load_glue, rebuild_glue, scores_table
 
-    cli.check_is_folder(run)
     chosen = list(TITLES) if tasks is None else [name.strip() for name in tasks.split(",")]
     for name in chosen:
         check_choice("GLUE task", name, list(TITLES))
@@ -190,7 +189,7 @@ def glue(
         page = rebuild_glue(run)
         if not quiet:
             print_tables([scores_table(load_glue(run))], f"tables: {page}")
-    raise typer.Exit(runs.tell_end(outcome, len(plan)))
+    raise typer.Exit(runs.tell_end(outcome))
 
 
 @cli.app.command("recipes", rich_help_panel=cli.EXPERIMENTS)

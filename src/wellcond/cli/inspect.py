@@ -21,7 +21,7 @@ from wellcond.cli.console import make_console, print_table
 from wellcond.errors import AttentionNotFoundError, WeightError, check_choice
 from wellcond.files import to_json
 from wellcond.lab.report.table import Cell, Table
-from wellcond.models import ModelSpecError, build_model, is_local_code, parse_values
+from wellcond.models import ModelSpecError, build_model, check_model, is_local_code, parse_values
 from wellcond.version import __version__
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def _build(spec: str, model_arg: list[str] | None, weights: Path | None, seed: i
 
     Its weights would be random, and take memory and minutes, so that it has no condition numbers.
     """
-    arguments = cli.read_model(spec, model_arg, weights)
+    arguments = parse_values(model_arg or [])
+    check_model(spec, arguments)
     import torch
 
     if weights is None and not is_local_code(spec) and not Path(spec.partition(":")[2]).is_dir():
@@ -216,7 +217,7 @@ def init(
 def fold(
     model: cli.Model,
     output: cli.Output,
-    weights: Annotated[Path, Option(help="Checkpoint of a conditioned model.")],
+    weights: Annotated[Path, cli.checkpoint_option(help="Of a conditioned model.")],
     ema: Annotated[bool, Option("--ema", help="Take the EMA weights of a checkpoint of timm's train script.")] = False,
     model_arg: cli.ModelArguments = None,
     force: cli.Force = False,

@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 @cli.app.command("report", rich_help_panel=cli.EXPERIMENTS)
 def report(
-    folder: Annotated[Path, Argument(help="A comparison, or a folder with several.")],
+    folder: Annotated[Path, cli.folder_argument(help="A comparison, or a folder with several.")],
     pictures: Annotated[bool, Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
 ) -> None:
     """Rebuild tables, figures and the page of a comparison from its records."""
-    cli.check_is_folder(folder)
     print_report(folder, pictures=pictures)
 
 
@@ -60,7 +59,7 @@ def reproduce(
     list_all: Annotated[bool, Option("--list", help="List every id, and the runs that are there.")] = False,
     scale: Annotated[str, Option(metavar="NAME", help="tiny (CPU, minutes), small (GPU, hours) or paper.")] = "tiny",
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run nothing.")] = False,
-    records: Annotated[Path | None, Option(help="Print from committed records, such as results; run nothing.")] = None,
+    records: Annotated[Path | None, Option(exists=True, help="Print committed records; run nothing.")] = None,
     methods: Annotated[str | None, Option(metavar="LIST", help="Only these methods, and default.")] = None,
     seeds: cli.Seeds = None,
     set: cli.Overrides = None,
@@ -78,8 +77,6 @@ def reproduce(
 
     check_choice("scale", scale, SCALES)
     known, entry = find_entry(id) if id is not None else ("", None)
-    if records is not None:
-        cli.check_is_folder(records)
     numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
     import torch
 
@@ -136,9 +133,8 @@ def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: b
         outcomes.append(run_jobs(plan, at_once, quiet=silent, glue=True))
         if cli.is_rank_zero() and outcomes[1].records:
             rebuild_glue(study.folder)
-    for outcome, count in zip(outcomes, (len(study.jobs), len(study.glue_folders)), strict=False):
-        if not silent:
-            tell_end(outcome, count)
+    for outcome in outcomes if not silent else ():
+        tell_end(outcome)
     return outcomes
 
 
@@ -152,13 +148,12 @@ def _show(tables: list[Table], *, as_json: bool, quiet: bool = False, end: str =
 
 
 @cli.app.command("claims", rich_help_panel=cli.PAPERS)
-def claims(results: Annotated[Path, Argument(help="Folder of committed records, such as results.")]) -> None:
+def claims(results: Annotated[Path, cli.folder_argument(help="Committed records, such as results.")]) -> None:
     """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided.
 
     The verdicts are written to RESULTS/claims.md.
     """
     cli.need_train_extra()
-    cli.check_is_folder(results)
     from wellcond.lab.reproduce.claims import claims_markdown, judge_claims, summarise
 
     judged = judge_claims(results)
@@ -168,14 +163,13 @@ def claims(results: Annotated[Path, Argument(help="Folder of committed records, 
 
 @cli.app.command("pack", rich_help_panel=cli.PAPERS)
 def pack(
-    folder: Annotated[Path, Argument(help="Full runs of wellcond compare or train, at any depth; they are kept.")],
+    folder: Annotated[Path, cli.folder_argument(help="Full runs of wellcond compare or train, at any depth.")],
     output: Annotated[Path, Option("--output", "-o", help="Folder to write to, laid out in the same way.")],
 ) -> None:
     """Pack runs into one small file each, with a report without figures; all tables stay the same.
 
     `wellcond report`, `claims` and `reproduce --records` read both forms. A packed comparison in OUTPUT is replaced.
     """
-    cli.check_is_folder(folder)
     from wellcond.lab.report.pack import pack as pack_runs
 
     for home in pack_runs(folder, output):

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from wellcond.lab.train.glue import run_glue
 from wellcond.lab.train.prepare import load_cached_data, prepare_task
 from wellcond.lab.train.run import Job, num_cores
 from wellcond.lab.train.run_folder import FolderInUse, RunFolder
-from wellcond.run_records import COMPLETE
 
 UNTRAINED = ("lock", "run.json", "comparison.json", "tuning.json")
 """Files of runs in which nothing was trained."""
@@ -136,8 +135,8 @@ def exit_code(outcome: Outcome) -> int:
     return 130 if outcome.interrupted and is_rank_zero() else int(bool(outcome.failures))
 
 
-def tell_end(outcome: Outcome, num_jobs: int, *, as_json: bool = False, **more: Any) -> int:
-    """Say what failed and what is left, or print every run, and `more`, as JSON; returns the exit code."""
+def tell_end(outcome: Outcome, *, as_json: bool = False, **more: Any) -> int:
+    """Say what failed, or print every run, and `more`, as JSON; returns the exit code."""
     out = make_console()
     if as_json and is_rank_zero():
         shown = ("method", "seed", "status", "reason", "final", "best", "test", "seconds", "config_hash")
@@ -151,8 +150,7 @@ def tell_end(outcome: Outcome, num_jobs: int, *, as_json: bool = False, **more: 
         for _, problem in outcome.failures:
             out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
         if outcome.interrupted:
-            left = num_jobs - sum(record["status"] in COMPLETE for record in outcome.records)
-            out.print(f"[yellow]stopped[/] with {left} of {num_jobs} runs to go; the same command resumes from here")
+            out.print("[yellow]stopped[/]; the same command resumes from here")
     return exit_code(outcome)
 
 
@@ -195,8 +193,6 @@ class Comparison(tune.Plan):
     silent: bool = False
     """Whether nothing is printed for people while it runs."""
     report: bool = True
-    num_jobs: int = field(default=0, init=False)
-    """Of the last call of `run`."""
 
     def __post_init__(self) -> None:
         self.silent |= not is_rank_zero()
@@ -211,11 +207,8 @@ class Comparison(tune.Plan):
         for line in lines if not self.silent else ():
             make_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def run(self, jobs: Sequence[Job], stage: str = "") -> Outcome:
-        """Run jobs here or on Ray; with what they are for, if the comparison has several stages."""
-        self.num_jobs = len(jobs)
-        if self.grid:
-            self.say(f"{stage}: {len(jobs)} runs")
+    def run(self, jobs: Sequence[Job]) -> Outcome:
+        """Run jobs here or on Ray."""
         return run_jobs(jobs, self.at_once, quiet=self.silent, ray=self.ray)
 
     def compare(self) -> int:
@@ -243,9 +236,9 @@ class Comparison(tune.Plan):
                     self.say(f"{found.method.label}: {best}{', still at the edge' if found.edges() else ''}")
                 if not self.silent:
                     self.say(*self.foresee_power(searches))
-                outcome = self.run(self.jobs([found.tuned() for found in searches]), "test")
+                outcome = self.run(self.jobs([found.tuned() for found in searches]))
         more = {"tuning": tune.read_tuning(self.folder)} if self.grid else {}
-        code = tell_end(outcome, self.num_jobs, as_json=self.as_json, **more)
+        code = tell_end(outcome, as_json=self.as_json, **more)
         if self.report and is_rank_zero() and any(record["final"] for record in outcome.records):
             print_report(self.folder, quiet=self.silent)
         return code

@@ -24,8 +24,6 @@ from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunError, read_sealed, write_sealed
 from wellcond.run_records import SCHEMA
 
-FOLDER = "tuning"
-"""Below the folder of the comparison."""
 UNSEEN = "the test split, which the search does not see"
 SEEN = (
     "the evaluation split, on which the search chose the values, since the recipe has no evaluation.test: only the "
@@ -36,10 +34,7 @@ Values = Mapping[str, float]
 
 
 def find_field(method: MethodSettings, name: str) -> tuple[str, str] | None:
-    """Where a method is tuned over a field: a mapping of its settings and the key there.
-
-    None if it has no such part, or sets the field itself.
-    """
+    """Where a method has a field to tune: a mapping of its settings and the key there; None if it sets it itself."""
     part, _, option = name.partition(".")
     if part in PARTS:
         return None if name in method.set else ("set", name)
@@ -49,10 +44,7 @@ def find_field(method: MethodSettings, name: str) -> tuple[str, str] | None:
 
 
 def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str | None = None) -> MethodSettings:
-    """The method with these values of its tuned fields, under its own label or another.
-
-    Raises: RecipeError for a value that its field does not take.
-    """
+    """The method with these values of its tuned fields, under its own label or another; RecipeError if it cannot be."""
     fields = method.model_dump() | {"label": label or method.label}
     for name, value in values.items():
         if place := find_field(method, name):
@@ -104,13 +96,6 @@ class Plan:
         """Which evaluation of a run counts: `best` where the test takes those weights, else `final`."""
         return "best" if self.recipe.evaluation.test == "best" else "final"
 
-    @property
-    def search_recipe(self) -> Recipe:
-        """The recipe of the search: the test split is not scored, and nothing is measured."""
-        evaluation = self.recipe.evaluation.model_copy(update={"test": None})
-        tracking = TrackingSettings(weights_every=None, jacobian_points=0)
-        return self.recipe.model_copy(update={"evaluation": evaluation, "tracking": tracking})
-
     def jobs(self, methods: Sequence[MethodSettings]) -> list[Job]:
         """Every run of some methods; raises RecipeError for what cannot be run."""
         return plan_comparison(self.recipe, methods, self.seeds, self.folder, **self.options)
@@ -158,11 +143,14 @@ class MethodSearch:
         return [values for values in grid if values and values not in tried]
 
     def job(self, values: Values, seed: int) -> Job:
-        """One run of the search."""
-        chosen = at_values(self.plan.recipe, self.method, values, f"{self.method.label}, {show_values(values)}")
+        """One run of the search, which does not score the test split, and measures nothing."""
+        recipe, label = self.plan.recipe, f"{self.method.label}, {show_values(values)}"
         name = "-".join(f"{field}-{value!r}" for field, value in values.items())
-        folder = self.plan.folder / FOLDER / self.method.slug / name / f"seed{seed}"
-        return Job(self.plan.search_recipe, chosen, seed, folder, **self.plan.options)
+        folder = self.plan.folder / "tuning" / self.method.slug / name / f"seed{seed}"
+        evaluation = recipe.evaluation.model_copy(update={"test": None})
+        tracking = TrackingSettings(weights_every=None, jacobian_points=0)
+        shortened = recipe.model_copy(update={"evaluation": evaluation, "tracking": tracking})
+        return Job(shortened, at_values(recipe, self.method, values, label), seed, folder, **self.plan.options)
 
     def take(self, values: Values, records: Sequence[dict[str, Any]]) -> None:
         """Note the scores of the runs at these values, one of each seed."""
@@ -216,18 +204,17 @@ class MethodSearch:
         }
 
 
-def search(plan: Plan, run: Callable[[list[Job], str], Outcome]) -> tuple[list[MethodSearch], Outcome | None]:
+def search(plan: Plan, run: Callable[[list[Job]], Outcome]) -> tuple[list[MethodSearch], Outcome | None]:
     """Search all methods at once, stage by stage: first the grid, then where it grows; nothing runs without a grid.
 
-    `run` does the jobs of a stage, which has a name; tuning.json is written after each. Returns the searches and, if it
-    was interrupted or runs failed, the outcome of that stage.
+    tuning.json is written after each stage. Returns the searches and, if a stage was interrupted or runs of it failed,
+    its outcome.
     """
     searches = [MethodSearch(plan, method) for method in plan.methods]
-    stage = "search"
     while new := [(found, values) for found in searches for values in found.missing]:
         # Runs of a seed share their data.
         jobs = [found.job(values, seed) for seed in plan.tuning_seeds for found, values in new]
-        outcome = run(jobs, stage)
+        outcome = run(jobs)
         if outcome.interrupted or outcome.failures:
             return searches, outcome
         records = {(record["method"], record["seed"]): record for record in outcome.records}
@@ -237,11 +224,7 @@ def search(plan: Plan, run: Callable[[list[Job], str], Outcome]) -> tuple[list[M
             write_tuning(plan, searches)
         for found in searches:
             found.grow()
-        stage = "growth of the grids"
     return searches, None
-
-
-# tuning.json
 
 
 def write_tuning(plan: Plan, searches: Sequence[MethodSearch]) -> None:
