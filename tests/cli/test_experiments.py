@@ -91,6 +91,17 @@ def test_a_comparison_picks_up_where_it_stopped(compared, tmp_path, monkeypatch,
     assert [row["label"] for row in listed["methods"]] == ["default", "conditioned", "polar"]
 
 
+def test_runs_of_train_are_those_of_a_comparison(wellcond, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # as in the job array of docs/cluster.md
+    assert wellcond("train", "digits", "--method", "identity(lam=2)", "-q", *CHANGES)[0] == 0
+    trained = tmp_path / "runs/digits-tiny/identity-lam-2/seed0/run.json"
+    before = trained.stat().st_mtime_ns
+    chosen = ["--methods", "default,identity(lam=2)", "--seeds", "1", "--jobs", "1", "--no-report"]
+    assert wellcond("compare", "--recipe", "digits", *chosen, *CHANGES)[0] == 0
+    assert trained.stat().st_mtime_ns == before and record(trained.parents[2] / "default/seed0")["status"] == "finished"
+    assert wellcond("report", tmp_path / "runs/digits-tiny", "--no-pictures")[0] == 0
+
+
 def without_times(text):
     return [{key: value for key, value in json.loads(row).items() if key != "seconds"} for row in text.splitlines()]
 
