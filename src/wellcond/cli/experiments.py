@@ -68,13 +68,8 @@ def compare(
     from wellcond.lab.cluster import RaySettings
     from wellcond.lab.methods import parse_methods
 
-    ray = None
-    if engine == "ray":
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise cli.OptionError("--engine ray starts its own processes; run the command once, without torchrun")
-        # Read when ray is imported: its reports of dead processes would go to standard output, between our lines.
-        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
-        ray = RaySettings(ray_address, cpus_per_run, gpus_per_run)
+    if engine == "ray" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise cli.OptionError("--engine ray starts its own processes; run the command once, without torchrun")
     comparison = Comparison(
         loaded,
         methods=loaded.methods if methods is None else parse_methods(methods),
@@ -82,7 +77,8 @@ def compare(
         folder=folder or Path("runs") / f"{loaded.name}-{loaded.scale}{'-tuned' * bool(tune)}",
         options={"base": base, "cpu": cpu, "local_code": trust_local_code},
         grid=grid, tuning_seeds=tuning, growth=tune_growth,
-        at_once=at_once, ray=ray, as_json=json, silent=quiet or json, report=report,
+        ray=RaySettings(ray_address, cpus_per_run, gpus_per_run) if engine == "ray" else None,
+        at_once=at_once, as_json=json, silent=quiet or json, report=report,
     )  # fmt: skip
     raise typer.Exit(comparison.compare())
 

@@ -161,16 +161,11 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
     )
     out = make_console()
     print_table(out, Table("zoo", "", header, shown, text_columns=frozenset({0, 1, 2, 4, 5, 6})))
-    counts = Counter(row.status for row in rows)
-    out.print(", ".join(f"{status}: {count}" for status, count in counts.most_common()))
+    counts = [f"{status}: {count}" for status, count in Counter(row.status for row in rows).most_common()]
     found = [row for row in rows if row.status == "found"]
-    with_attention = len(rows) - counts["no attention"] - counts["not built"]
-    if with_attention:
-        share = len(found) / with_attention
-        out.print(f"coverage: {len(found)} of {with_attention} architectures with attention ({share:.0%})")
-    if found:
-        structured = sum(is_structured(row.forms) for row in found)
-        out.print(f"structured Jacobians: {structured} of {len(found)} ({structured / len(found):.0%})")
+    out.print(
+        f"{', '.join(counts)}; structured Jacobians: {sum(is_structured(row.forms) for row in found)} of the found"
+    )
 
 
 @cli.app.command("init", rich_help_panel=cli.MODELS)

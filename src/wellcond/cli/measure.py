@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -14,14 +14,13 @@ from typer import Option
 from wellcond.cli import app as cli
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import write_atomically
+from wellcond.records import Convention
 
 if TYPE_CHECKING:
     from torch import nn
 
     from wellcond.diagnosis.records import Diagnosis
     from wellcond.measurement import MeasurementReport
-
-CONVENTIONS = ("wide", "stack")
 
 
 @cli.app.command("doctor", rich_help_panel=cli.MODELS)
@@ -70,7 +69,7 @@ def measure(
     force: cli.Force = False,
 ) -> None:
     """Measure every head on an input: condition number of the Jacobian, attention entropy, a verdict."""
-    check_choice("convention", convention, CONVENTIONS)
+    check_choice("convention", convention, get_args(Convention))
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
     cli.check_outputs(output, html, force=force)
     built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)

@@ -37,9 +37,6 @@ from wellcond.lab.train.prepare import load_cached_data, prepare_task
 from wellcond.lab.train.run import Job, num_cores
 from wellcond.lab.train.run_folder import FolderInUse, RunFolder
 
-UNTRAINED = ("lock", "run.json", "comparison.json", "tuning.json")
-"""Files of runs in which nothing was trained."""
-
 
 def fit_to_data(recipe: Recipe, base: Path | None, *, quiet: bool) -> Recipe:
     """The recipe, changed where it does not fit the user's own data, which are read before anything is written.
@@ -172,7 +169,8 @@ def training_in(folder: Path) -> Iterator[None]:
                 files = [path for path in missing[-1].rglob("*") if path.is_file()]
                 for lock in [path for path in files if path.name == "lock"]:
                     locks.enter_context(RunFolder(lock.parent).opened())
-                if all(path.name in UNTRAINED or not path.stat().st_size for path in files):
+                untrained = ("lock", "run.json", "comparison.json", "tuning.json")
+                if all(path.name in untrained or not path.stat().st_size for path in files):
                     shutil.rmtree(missing[-1])
         raise
     finally:

@@ -79,6 +79,7 @@ def connected(address: str | None) -> Iterator[Any]:
     """The package ray, connected to a cluster, whose workers get this wellcond; one that was started here ends."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here, as is the next
     os.environ.setdefault("RAY_worker_niceness", "0")  # runs are what this machine is for
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # reports of dead processes stay out of what we print
     with needs_extra("ray", "ray"):
         import ray
     place = address or os.environ.get("RAY_ADDRESS") or "local"
@@ -199,21 +200,21 @@ class Home:
         held.enter_context(RunFolder(folder).opened())
         return pack(folder)
 
-    def tell(self, folder: Path, event: Event) -> None:
-        """Keep an event of a run until the command takes it."""
+    def tell(self, folder: Path, event: Event, saved: dict[str, bytes] | None = None) -> None:
+        """Keep an event of a run until the command takes it, and the files that the run has saved elsewhere."""
         self._events.append((folder, event))
+        if saved:
+            unpack(saved, folder)
 
     def take(self) -> list[tuple[Path, Event]]:
         """All new events."""
         taken, self._events = self._events, []
         return taken
 
-    def receive(self, folder: Path, files: dict[str, bytes]) -> None:
-        """Replace the files of a run."""
-        unpack(files, folder)
-
-    def end(self, folder: Path) -> None:
+    def end(self, folder: Path, saved: dict[str, bytes]) -> None:
         """A run has ended, and everything it told has arrived."""
+        if saved:
+            unpack(saved, folder)
         self._begun.pop(folder).close()
 
 
@@ -234,15 +235,15 @@ def run_task(job: Job, home: Any, token: str) -> Message:
 
         def send(message: Message) -> None:
             kind, content = message
-            if kind == "event":
-                home.tell.remote(job.folder, content)
-            else:
+            if kind != "event":
                 last.append(message)
-            if away and (kind != "event" or content["event"] == "saved"):
-                ray.get(home.receive.remote(job.folder, pack(done.folder)))
+            elif away and content["event"] == "saved":
+                ray.get(home.tell.remote(job.folder, content, pack(done.folder)))
+            else:
+                home.tell.remote(job.folder, content)
 
         do_job(done, send, stop)
-        ray.get(home.end.remote(job.folder))
+        ray.get(home.end.remote(job.folder, pack(done.folder) if away else {}))
     kind, content = last[-1]
     return kind, f"{content} (on {platform.node()})" if kind == "error for all" else content
 

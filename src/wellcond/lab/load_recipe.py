@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from wellcond.lab.recipe import Recipe
 
 SCALES: tuple[str, ...] = get_args(Scale)
-Fields = dict[str, Any]
-"""A recipe as it is written, before its fields are checked."""
 
 
 @functools.cache
@@ -81,7 +79,7 @@ def load_recipe(
         raise RecipeError("\n  ".join([f"{where} is not a valid recipe:", *list_problems(error)])) from error
 
 
-def set_field(data: Fields, override: str) -> str:
+def set_field(data: dict[str, Any], override: str) -> str:
     """Apply ``path.to.field=value`` in place and return the path."""
     path, equals, text = override.partition("=")
     path = path.strip()
@@ -94,8 +92,8 @@ def set_field(data: Fields, override: str) -> str:
     return path
 
 
-def _extended(text: str, where: str) -> Fields:
-    """Fields of a recipe, on top of those of the shipped recipe it ``extends``."""
+def _extended(text: str, where: str) -> dict[str, Any]:
+    """dict[str, Any] of a recipe, on top of those of the shipped recipe it ``extends``."""
     data = read_yaml(text, where)
     if not isinstance(data, dict):
         raise RecipeError(f"{where}: expected a mapping of fields, found {type(data).__name__}")
@@ -114,21 +112,21 @@ DESCRIBED = {
     "title": {"data", "model", "task"},
     "description": {"augmentation", "data", "evaluation", "model", "optimizer", "schedule", "task", "training"},
 }
-"""Fields that a recipe's own title and description speak of: a change of one of them makes the text untrue."""
+"""dict[str, Any] that a recipe's own title and description speak of: a change of one of them makes the text untrue."""
 
 
-def _without_untrue(data: Fields, changed: set[str]) -> Fields:
-    """Fields without a title or description that would speak of other data, another model or another length."""
+def _without_untrue(data: dict[str, Any], changed: set[str]) -> dict[str, Any]:
+    """dict[str, Any] without a title or description that would speak of other data, another model or another length."""
     untrue = [key for key, fields in DESCRIBED.items() if changed & fields and key not in changed]
     return {key: value for key, value in data.items() if key not in untrue}
 
 
 LENGTHS = ("length", "every", "weights_every", "warmup", "cooldown")
-"""Fields that are given in epochs or in steps: one replaces the other."""
+"""dict[str, Any] that are given in epochs or in steps: one replaces the other."""
 
 
-def merge(base: Fields, changes: Fields) -> Fields:
-    """Fields of `changes` over those of `base`, mapping by mapping; one of another kind is replaced whole.
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """dict[str, Any] of `changes` over those of `base`, mapping by mapping; one of another kind is replaced whole.
 
     Example:
         >>> merge({"optimizer": {"name": "muon", "lr": 1}}, {"optimizer": {"lr": 2}})

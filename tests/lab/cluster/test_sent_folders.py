@@ -73,5 +73,5 @@ def test_home_knows_which_runs_begin_again_and_keeps_others_out_of_their_folders
     with RunFolder(interrupted).opened():
         home.tell(interrupted, {"event": "start"})
     assert [event["event"] for _, event in home.take()] == ["lost", "start"] and home.take() == []
-    home.end(interrupted)
+    home.end(interrupted, {})
     assert home.begin(interrupted, away=False) == {} and home.take() == []
