@@ -55,9 +55,7 @@ Seed = Annotated[int, Option(metavar="N", min=0, max=2**32 - 1, help="Seed of ev
 ScaleOption = Annotated[str | None, Option(metavar="NAME", help="tiny, small or paper; the smallest by default.")]
 Seeds = Annotated[str | None, Option(metavar="SEEDS", help="How many (3 means 0, 1, 2), or a list such as 3,4,7.")]
 Overrides = Annotated[list[str] | None, Option(metavar="PATH=VALUE", help="Such as optimizer.lr=1e-3; repeatable.")]
-Data = Annotated[
-    str | None, Option(metavar="PATH|ID", help="A folder of images, parquet, jsonl, csv, txt, or a hub id.")
-]
+Data = Annotated[str | None, Option(metavar="PATH|ID", help="Your own: images, parquet, jsonl, csv, txt, or a hub id.")]
 InputColumn = Annotated[str | None, Option("--input", metavar="COLUMN", help="Images or texts of --data.")]
 LabelColumn = Annotated[str | None, Option("--label", metavar="COLUMN", help="Labels of --data.")]
 Folder = Annotated[Path | None, output_option("--folder", "-o", help="Where to write; under runs/ by default.")]

@@ -14,14 +14,11 @@ from rich.table import Table
 from wellcond.lab.report.table import Table as ReportTable
 from wellcond.lab.report.table import without_empty_columns
 
-NARROWEST, WIDEST = 16, 10_000
-"""To which a column of words folds, and characters of a line that is no terminal's."""
-
 
 def make_console() -> Console:
     """Standard output; as wide as anything needs when it is not a terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=WIDEST)
+    return console if console.is_terminal else Console(width=10_000)
 
 
 def print_table(out: Console, made: ReportTable) -> None:
@@ -46,7 +43,7 @@ def _lay_out(made: ReportTable, *, fold: bool) -> Table:
     for at, name in enumerate(made.header):
         longest = max((cell_len(row[at]) for row in made.rows), default=0)
         if at in made.text_columns:
-            least = min(NARROWEST, max(longest, cell_len(name)))
+            least = min(16, max(longest, cell_len(name)))
             table.add_column(escape(name), min_width=least, overflow="fold", no_wrap=not fold)
         else:
             lines = textwrap.wrap(name, max(1, longest), break_long_words=False) if fold else [name]

@@ -32,11 +32,7 @@ def compare(
     seeds: cli.Seeds = None,
     tune: Annotated[
         list[str] | None,
-        tuning_option(
-            metavar="FIELD=VALUES",
-            help="Such as optimizer.lr=1e-3,3e-3,1e-2 or identity.lam=1,3,10: each method is first tuned on other "
-            "seeds, then all are compared on fresh ones. Several fields search all combinations.",
-        ),
+        tuning_option(metavar="FIELD=VALUES", help="e.g. optimizer.lr=1e-3,3e-3: each finds its best on other seeds."),
     ] = None,
     tuning_seeds: Annotated[str, tuning_option(metavar="SEEDS", help="How many, from 1000 on, or a list.")] = "2",
     tune_growth: Annotated[int, tuning_option(metavar="N", min=0, max=20, help="Most steps beyond a grid's edge.")] = 3,
@@ -49,7 +45,9 @@ def compare(
     jobs: cli.Jobs = "auto",
     engine: Annotated[str, ray_option(metavar="NAME", help="local, or ray.")] = "local",
     ray_address: Annotated[str | None, ray_option(metavar="ADDRESS", help="auto or HOST:6379; else a new one.")] = None,
-    cpus_per_run: Annotated[float | None, ray_option(metavar="N", min=0, help="By default its threads.")] = None,
+    cpus_per_run: Annotated[
+        float | None, ray_option(metavar="N", min=0, help="By default the recipe's threads.")
+    ] = None,
     gpus_per_run: Annotated[float | None, ray_option(metavar="N", min=0, max=1, help="By default 1, if any.")] = None,
     cpu: cli.Cpu = False,
     trust_local_code: cli.Trust = False,
@@ -157,9 +155,7 @@ def train(
 def glue(
     run: Annotated[Path, cli.folder_argument(metavar="RUN", help="Of masked language modelling, or a comparison.")],
     tasks: Annotated[str | None, Option(metavar="LIST", help="Such as cola,sst2; all eight by default.")] = None,
-    limit: Annotated[
-        int | None, Option(metavar="N", min=0, help="Rows of a split, 0: all; by default 3000 at scale tiny, else all.")
-    ] = None,
+    limit: Annotated[int | None, Option(metavar="N", min=0, help="Rows of a split; 0: all. 3000 at tiny.")] = None,
     jobs: cli.Jobs = "auto",
     cpu: cli.Cpu = False,
     quiet: cli.Quiet = False,

@@ -86,10 +86,7 @@ def inspect(
 
 
 def _build(spec: str, model_arg: list[str] | None, weights: Path | None, seed: int) -> nn.Module:
-    """The model; a large one that is only named is built on the meta device.
-
-    Its weights would be random, and take memory and minutes, so that it has no condition numbers.
-    """
+    """The model; a large one that is only named has no weights: random ones would take memory and minutes."""
     arguments = parse_values(model_arg or [])
     check_model(spec, arguments)
     import torch
@@ -155,27 +152,20 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
         facts = {"version": __version__, "library": f"{library} {metadata.version(package)}"}
         print(to_json([asdict(row) | facts for row in rows], indent=2))
         return
-    header = ("family", "model", "status", "sites", "kinds", "form of the Jacobian", "remark")
-    shown = tuple(
-        (row.family, row.model, row.status, str(row.num_sites), row.kinds, row.forms, row.detail) for row in rows
-    )
+    header = ("family", "model", "status", "sites", "kinds", "remark", "form of the Jacobian")
+    shown = tuple(tuple(map(str, asdict(row).values())) for row in rows)
     out = make_console()
     print_table(out, Table("zoo", "", header, shown, text_columns=frozenset({0, 1, 2, 4, 5, 6})))
     counts = [f"{status}: {count}" for status, count in Counter(row.status for row in rows).most_common()]
-    found = [row for row in rows if row.status == "found"]
-    out.print(
-        f"{', '.join(counts)}; structured Jacobians: {sum(is_structured(row.forms) for row in found)} of the found"
-    )
+    structured = sum(is_structured(row.forms) for row in rows if row.status == "found")
+    out.print(f"{', '.join(counts)}; structured Jacobians: {structured} of the found")
 
 
 @cli.app.command("init", rich_help_panel=cli.MODELS)
 def init(
     model: cli.Model,
     output: cli.Output,
-    method: Annotated[
-        str,
-        Option(metavar="NAME", help="Or calibrated, gaussian, mimetic, nanochat, orthogonal, small, t_fixup, default."),
-    ] = "conditioned",
+    method: Annotated[str, Option(metavar="NAME", help="Or gaussian, orthogonal, mimetic, ...")] = "conditioned",
     weights: cli.Weights = None,
     option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Of the method; repeatable.")] = None,
     input: Annotated[str | None, Option(metavar="INPUT", help=f"For calibrated: {cli.INPUT_HELP}")] = None,

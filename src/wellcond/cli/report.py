@@ -81,7 +81,7 @@ def reproduce(
     import torch
 
     from wellcond.cli.runs import exit_code, training_in
-    from wellcond.lab.methods import split_methods
+    from wellcond.lab.methods import parse_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
     from wellcond.lab.reproduce.stored import Collection
@@ -93,10 +93,7 @@ def reproduce(
     if records is not None:
         _show(outcome_tables(known, entry, scale, Collection(records, committed=True)), as_json=json, quiet=quiet)
         return
-    try:
-        asked = None if methods is None else tuple(split_methods(methods))
-    except ValueError as error:
-        raise cli.OptionError(f"--methods: {error}") from error
+    asked = None if methods is None else tuple(method.label for method in parse_methods(methods))
     plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), cpu))
     if dry_run:
         _show([plan_table(plan)], as_json=json, quiet=quiet)

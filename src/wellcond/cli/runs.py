@@ -39,10 +39,7 @@ from wellcond.lab.train.run_folder import FolderInUse, RunFolder
 
 
 def fit_to_data(recipe: Recipe, base: Path | None, *, quiet: bool) -> Recipe:
-    """The recipe, changed where it does not fit the user's own data, which are read before anything is written.
-
-    A recipe for other data may score a split that these do not have, or take a batch larger than all of them.
-    """
+    """The recipe for the user's own data: theirs may have no split to test on, or fewer samples than a batch."""
     console = Console(stderr=True, quiet=quiet)
     tell = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with console.status("reading the data"):
@@ -70,10 +67,7 @@ def choose_workers(asked: int | None, job: Job) -> int:
 def run_jobs(
     jobs: Sequence[Job], asked: int | None, *, quiet: bool, ray: RaySettings | None = None, glue: bool = False
 ) -> Outcome:
-    """Run jobs, `asked` at once, and show how they go: bars on a terminal, one line per run elsewhere.
-
-    Both are on standard error, so that standard output stays for results.
-    """
+    """Run jobs, `asked` at once, and show how they go on standard error: bars on a terminal, else a line per run."""
     console = Console(stderr=True, quiet=quiet or not is_rank_zero())
     tell = functools.partial(console.print, highlight=False, soft_wrap=True)
     texts = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
@@ -210,10 +204,7 @@ class Comparison(tune.Plan):
         return run_jobs(jobs, self.at_once, quiet=self.silent, ray=self.ray)
 
     def compare(self) -> int:
-        """The search, if there is one, every run, and the report; returns the exit code.
-
-        Raises: RecipeError or RunError for what cannot be run or searched, before anything runs.
-        """
+        """The search, if there is one, every run, and the report; returns the exit code."""
         recipe, count = self.recipe, len(self.seeds)
         self.methods = tuple(recipe.at_tuned(method, but=self.grid) for method in self.methods)
         self.check()
@@ -242,10 +233,7 @@ class Comparison(tune.Plan):
         return code
 
     def foresee_power(self, searches: Sequence[tune.MethodSearch]) -> list[str]:
-        """Which difference the seeds can show, by the tuning seeds at the best values or by earlier runs in the folder.
-
-        Nothing where neither has a spread.
-        """
+        """Which difference the seeds can show, by the spread of the tuning seeds, or of earlier runs in the folder."""
         if self.grid:
             metric = next(found.metric for found in searches if found.metric)
             scores = {

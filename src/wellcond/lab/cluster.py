@@ -27,10 +27,6 @@ from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunError, RunFolder, check_links, writing
 
-RETRIES = 3
-"""Machines of a cluster come and go: a lost worker is less often the run's own fault than on one machine."""
-SECONDS_TO_SAVE = 10.0
-"""For runs that another run's error ends."""
 FORWARDED = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_DATASETS_CACHE", "OMP_NUM_THREADS",
              "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # fmt: skip
 FOLDERS = ("WELLCOND_DATA", "WELLCOND_CACHE", "HF_HOME", "HF_DATASETS_CACHE")
@@ -64,10 +60,6 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that decide what a run finds and computes: they hold on the workers too. No secrets.
 
     Those that name folders do so in full, since a worker's current folder is another one.
-
-    Example:
-        >>> worker_environment({"WELLCOND_DATA": "/data", "HF_TOKEN": "secret", "HF_HUB_OFFLINE": "1"})
-        {'WELLCOND_DATA': '/data', 'HF_HUB_OFFLINE': '1'}
     """
     passed = {name: value for name, value in environment.items() if name.startswith("WELLCOND_") or name in FORWARDED}
     paths = {name: map(os.path.abspath, passed[name].split(os.pathsep)) for name in FOLDERS if passed.get(name)}
@@ -131,7 +123,7 @@ def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, 
         needed = settings.resources(dispatch.waiting[0], machines)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         home = ray.remote(Home).options(num_cpus=0, scheduling_strategy=here).remote()
-        task = ray.remote(run_task).options(max_retries=RETRIES, **needed)
+        task = ray.remote(run_task).options(max_retries=3, **needed)  # a lost machine is seldom the run's own fault
         phase = f"waiting for a machine with {needed['num_cpus']:g} CPUs and {needed['num_gpus']:g} GPUs"
         observer(dispatch.waiting[0], {"event": "phase", "phase": phase})
         running: dict[Any, Job] = {}
@@ -168,8 +160,8 @@ def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, 
         finally:
             for result in running:
                 ray.cancel(result)
-            if running:
-                ray.wait(list(running), num_returns=len(running), timeout=SECONDS_TO_SAVE)
+            if running:  # they save first
+                ray.wait(list(running), num_returns=len(running), timeout=10)
 
 
 def _reason(error: Exception) -> str:

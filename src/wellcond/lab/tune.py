@@ -63,10 +63,7 @@ def show_values(values: Values) -> str:
 
 
 def extend_grid(values: Sequence[float], *, upwards: bool) -> float | None:
-    """The value beyond one end of a grid, by the mean factor between its values, to three digits.
-
-    None for a grid that ends at zero or below, which cannot grow by a factor.
-    """
+    """The value beyond one end of a grid, by the mean factor of its values, to three digits; None beyond zero."""
     positive = [value for value in values if value > 0]
     edge = max(values) if upwards else min(values)
     if len(positive) < 2 or edge <= 0:

@@ -69,7 +69,9 @@ def test_a_recipe_without_threads_gets_a_machine(tmp_path):
 
 def test_folders_in_variables_are_those_of_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    passed = worker_environment({"WELLCOND_DATA": f"data{os.pathsep}/all", "HF_HOME": "hf", "HF_HUB_OFFLINE": "1"})
+    given = {"WELLCOND_DATA": f"data{os.pathsep}/all", "HF_HOME": "hf", "HF_HUB_OFFLINE": "1", "HF_TOKEN": "secret"}
+    passed = worker_environment(given)
+    assert "HF_TOKEN" not in passed
     assert passed["WELLCOND_DATA"].split(os.pathsep) == [str(tmp_path / "data"), "/all"]
     assert passed["HF_HOME"] == str(tmp_path / "hf") and passed["HF_HUB_OFFLINE"] == "1"
 
