@@ -15,7 +15,7 @@ from patience import PATIENCE
 from report.fake_runs import FakeMethod, write_comparison
 from wellcond.cli.app import OptionError, data_overrides, read_seeds
 from wellcond.cli.main import main
-from wellcond.cli.runs import choose_workers, foresee_power
+from wellcond.cli.runs import Comparison, choose_workers
 from wellcond.errors import WellcondError
 from wellcond.init.plan import METHODS
 from wellcond.lab.load_recipe import load_recipe
@@ -67,9 +67,10 @@ def test_a_comparison_runs_everything_and_reports(compared):
 def test_a_comparison_says_first_what_its_seeds_can_show(tmp_path):
     finals = {"default": {0: 0.9, 1: 0.91, 2: 0.92}, "conditioned": {0: 0.93, 1: 0.945, 2: 0.95}}
     write_comparison(tmp_path, [FakeMethod(label, values) for label, values in finals.items()], conditioning=False)
-    [line] = foresee_power(tmp_path, 10)
+    recipe, _ = load_recipe("digits")
+    [line] = Comparison(recipe, recipe.methods, tuple(range(10)), tmp_path).foresee_power([])
     assert line.startswith("10 seeds can show a true difference of 0.29 points (power 80 %") and "over 3 seeds" in line
-    assert foresee_power(tmp_path / "nothing", 10) == []
+    assert Comparison(recipe, recipe.methods, (0, 1, 2), tmp_path / "nothing").foresee_power([]) == []
 
 
 def test_a_comparison_picks_up_where_it_stopped(compared, tmp_path, monkeypatch, capfd):
@@ -88,6 +89,17 @@ def test_a_comparison_picks_up_where_it_stopped(compared, tmp_path, monkeypatch,
     assert all(path.stat().st_mtime_ns == then for path, then in before.items())
     listed = json.loads((folder / "comparison.json").read_text())
     assert [row["label"] for row in listed["methods"]] == ["default", "conditioned", "polar"]
+
+
+def test_runs_of_train_are_those_of_a_comparison(wellcond, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # as in the job array of docs/cluster.md
+    assert wellcond("train", "digits", "--method", "identity(lam=2)", "-q", *CHANGES)[0] == 0
+    trained = tmp_path / "runs/digits-tiny/identity-lam-2/seed0/run.json"
+    before = trained.stat().st_mtime_ns
+    chosen = ["--methods", "default,identity(lam=2)", "--seeds", "1", "--jobs", "1", "--no-report"]
+    assert wellcond("compare", "--recipe", "digits", *chosen, *CHANGES)[0] == 0
+    assert trained.stat().st_mtime_ns == before and record(trained.parents[2] / "default/seed0")["status"] == "finished"
+    assert wellcond("report", tmp_path / "runs/digits-tiny", "--no-pictures")[0] == 0
 
 
 def without_times(text):
@@ -149,7 +161,6 @@ def test_recipes_are_listed(wellcond):
         (["compare", "--recipe", "digits", "--seeds", "some"], "expected a number or a list such as 0,1,2"),
         (["compare", "--recipe", "digits", "--jobs", "-1"], "--jobs: expected auto or a number"),
         (["train", "digits", "--data", "gone.parquet"], "no such file or folder: gone.parquet"),
-        (["report", "nowhere"], "no such folder: nowhere"),
         (["train", "digits", "--method", "default,polar"], "--method: expected one method, found 2"),
         (["compare", "--recipe", "digits", "--methods", "default,identity(lam=1),identity(lam=1.0)"], "are the same"),
     ],

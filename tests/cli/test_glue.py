@@ -101,7 +101,7 @@ def test_an_unknown_task_is_told_without_a_traceback(scored):
 
 
 def test_a_folder_that_is_missing_or_no_run_is_refused(tmp_path):
-    assert "no such folder" in call("glue", tmp_path / "nowhere")[0]
+    assert call("glue", tmp_path / "nowhere")[0] == 2
     assert "expected run.json there" in call("glue", tmp_path)[0]
 
 

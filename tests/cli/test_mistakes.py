@@ -83,7 +83,7 @@ def test_outputs_that_cannot_be_written(run, tmp_path):
     assert "/proc/o.safetensors cannot be written" in run("init", VIT, "-o", "/proc/o.safetensors")[0]
     assert "/proc/o.json cannot be written" in run("measure", VIT, "-o", "/proc/o.json")[0]
     (tmp_path / "file").write_text("")
-    assert "no such folder" in run("init", VIT, "-o", tmp_path / "file" / "o.safetensors")[0]
+    assert "cannot be written: Not a directory" in run("init", VIT, "-o", tmp_path / "file" / "o.safetensors")[0]
     assert "could not be written" in run("train", "digits", "-o", tmp_path / "file" / "run")[0]
 
 

@@ -8,6 +8,7 @@ from PIL import Image
 
 from wellcond.cli.app import data_overrides
 from wellcond.cli.runs import fit_to_data
+from wellcond.lab.load_recipe import load_recipe
 
 SHORT = ["--methods", "default,gaussian", "--seeds", "1", "--jobs", "1", "--no-report", "--set",
          "training.length={steps: 2}", "--set", "tracking.jacobian_points=0"]  # fmt: skip
@@ -47,15 +48,13 @@ def test_a_flat_folder_is_split_and_the_recipe_fitted_to_it(pictures, compare, t
 
 
 def test_what_is_changed_is_said(pictures, capsys):
-    overrides = data_overrides(str(pictures), None, None)
-    assert fit_to_data("vit", scale=None, overrides=overrides, quiet=False) == [
-        "evaluation.test=null", "training.batch_size=33"
-    ]  # fmt: skip
+    recipe, base = load_recipe("vit", overrides=data_overrides(str(pictures), None, None))
+    fitted = fit_to_data(recipe, base, quiet=False)
+    assert fitted.evaluation.test is None and fitted.training.batch_size == 33
     told = capsys.readouterr().err
     assert "note: evaluation.test=null, since the data have no test split" in told
     assert "note: training.batch_size=33, since there are only 33 training samples" in told
-    smaller = [*overrides, "evaluation.test=null", "training.batch_size=10"]
-    assert fit_to_data("vit", scale=None, overrides=smaller, quiet=False) == [] and capsys.readouterr().err == ""
+    assert fit_to_data(fitted, base, quiet=False) is fitted and capsys.readouterr().err == ""
 
 
 def test_a_test_split_is_used(pictures, compare, tmp_path):

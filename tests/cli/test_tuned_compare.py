@@ -82,7 +82,6 @@ def test_search_growth_interruption_and_test(run, hold, tmp_path):
         (["--tune", "optimizer.lr=1,2", "--tune", "optimizer.lr=3,4"], "expected a FIELD once"),
         (["--tune", "optimizer.lr=1,2", "--tuning-seeds", "2,5"], "expected seeds that are not tested, found 2"),
         (["--tune", "optimizer.lr=1,2", "--tuning-seeds", "x"], "--tuning-seeds: expected a number"),
-        (["--tune", "optimizer.lr=1,2", "--print-jobs"], "--print-jobs"),
     ],
 )
 def test_mistakes_are_one_message(run, tmp_path, more, message):

@@ -17,7 +17,7 @@ from lab.small import SETTINGS
 from report.fake_runs import usual_methods, write_comparison
 from wellcond.cli import runs
 from wellcond.cli.main import load_app, main
-from wellcond.lab.load_recipe import read_recipe, shipped_recipes
+from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import Settings, list_problems
 from wellcond.lab.train.compare import Outcome
@@ -39,7 +39,7 @@ CALLS = {
         ["--layers", "0", "--heads", "0", "-o", "m.json", "--html", "m.html", "--force", "--model-arg", "img_size=32"],
     ),
     "train": ({"recipe": "digits"}, [*SMALL, "-o", "run", "--cpu", "-q"]),
-    "compare": ({}, ["--recipe", "digits", *SMALL, "--print-jobs", "-o", "compared", "--cpu"]),
+    "compare": ({}, ["--recipe", "digits", *SMALL, "--no-report", "-o", "compared", "--cpu"]),
     "demo": ({}, []),
     "report": ({"folder": "runs"}, ["--no-pictures"]),
     "recipes": ({}, []),
@@ -143,8 +143,9 @@ def recipe_fields():
     """For every field of every class that a shipped recipe uses: a recipe that has it, and the field's path."""
     found = {}
     for scale, name in (shipped.split("/") for shipped in shipped_recipes()):
-        fields, _, _ = read_recipe(name, scale=scale)
-        for cls, path in fields_of(Recipe.model_validate(fields)):
+        recipe, _ = load_recipe(name, scale=scale)
+        fields = recipe.model_dump(mode="json")
+        for cls, path in fields_of(recipe):
             found.setdefault((cls.__name__, path[-1]), (fields, path))
     return found
 

@@ -3,7 +3,6 @@
 import pytest
 
 from lab.helpers import make_recipe, parse_recipe
-from wellcond.cli.experiments import job_command
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.settings import RecipeError
@@ -57,11 +56,6 @@ def test_what_the_user_sets_counts_for_all_methods(tmp_path):
 
 def test_a_recipe_that_extends_another_has_its_own():
     assert load_recipe("vit", scale="tiny")[0].tuned is None and load_recipe("vit-patch8")[0].tuned is not None
-
-
-def test_a_printed_job_starts_there_too(tmp_path):
-    [job] = plan_comparison(make_recipe(tuned=FOUND), parse_methods("default"), [0], tmp_path)
-    assert '"optimizer.lr": 0.003' in job_command(job, "digits", scale=None, overrides=[])
 
 
 @pytest.mark.parametrize(

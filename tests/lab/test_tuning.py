@@ -30,15 +30,16 @@ def method(text):
     return MethodSettings.model_validate(text)
 
 
-def plan(folder, *fields, seeds=(1000, 1001), growth=3, **changes):
-    return Plan(make_recipe(**changes), read_tuned_fields(fields), seeds, (0, 1), growth, folder)
+def plan(folder, methods, *fields, seeds=(1000, 1001), growth=3, **changes):
+    tuning = {"grid": read_tuned_fields(fields), "tuning_seeds": seeds, "growth": growth}
+    return Plan(make_recipe(**changes), parse_methods(methods), (0, 1), folder, **tuning)
 
 
-def searched(made, methods, score, metric=ACCURACY):
+def searched(made, score, metric=ACCURACY):
     """A search whose runs score by a rule: of the values that they would train with, and the seed."""
     stages = []
 
-    def run(jobs, stage):
+    def run(jobs):
         stages.append([(job.method.label, job.seed) for job in jobs])
         records = []
         for job in jobs:
@@ -49,7 +50,7 @@ def searched(made, methods, score, metric=ACCURACY):
             records.append(common | {"status": status, "final": scores, "best": scores})
         return Outcome(records)
 
-    found, stopped = search(made, parse_methods(methods), run)
+    found, stopped = search(made, run)
     assert stopped is None
     return found, stages
 
@@ -59,7 +60,7 @@ def peak(at):
 
 
 def test_the_best_inside_the_grid_needs_no_growth(tmp_path):
-    [found], stages = searched(plan(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2"), "default", peak(1.2e-3))
+    [found], stages = searched(plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3,1e-2"), peak(1.2e-3))
     assert found.best.values == {"optimizer.lr": 0.001} and not found.edges()
     assert len(stages) == 1 and len(stages[0]) == 6
     assert stages[0][:3] == [(f"default, optimizer.lr={rate}", 1000) for rate in (0.0001, 0.001, 0.01)]
@@ -67,22 +68,22 @@ def test_the_best_inside_the_grid_needs_no_growth(tmp_path):
 
 @pytest.mark.parametrize(("at", "grown", "best"), [(1e-1, "above", 0.1), (1e-6, "below", 1e-6)])
 def test_the_grid_grows_until_the_best_is_inside(tmp_path, at, grown, best):
-    [found], stages = searched(plan(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2"), "default", peak(at))
+    [found], stages = searched(plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3,1e-2"), peak(at))
     assert found.best.values["optimizer.lr"] == pytest.approx(best) and not found.edges()
     assert found.grown["optimizer.lr"] == {"below": 0, "above": 0} | {grown: len(stages) - 1}
     assert all(len(stage) == 2 for stage in stages[1:])
 
 
 def test_growth_ends_at_its_limit_and_says_so(tmp_path):
-    [found], stages = searched(plan(tmp_path, "optimizer.lr=1e-4,1e-3", growth=2), "default", peak(1e3))
+    [found], stages = searched(plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3", growth=2), peak(1e3))
     assert found.grid["optimizer.lr"] == [1e-4, 1e-3, 0.01, 0.1] and len(stages) == 3
     assert found.edges() == {"optimizer.lr": "above"}
 
 
 def test_growth_stays_within_the_range_of_a_field(tmp_path):
     changes = {"schedule": {"name": "one_cycle", "rise": 0.1}}
-    asked = plan(tmp_path, "schedule.rise=0.2,0.6", **changes)
-    [found], stages = searched(asked, "default", lambda rate, seed: 0.5)
+    asked = plan(tmp_path, "default", "schedule.rise=0.2,0.6", **changes)
+    [found], stages = searched(asked, lambda rate, seed: 0.5)
     assert found.grid["schedule.rise"][0] < 0.2 and max(found.grid["schedule.rise"]) == 0.6  # equal: the smaller
     found.tried = [TunedPoint({"schedule.rise": rise}, {"1000": score}) for rise, score in ((0.2, 0.1), (0.6, 0.9))]
     found.grid = {"schedule.rise": [0.2, 0.6]}
@@ -95,7 +96,7 @@ def test_growth_of_several_methods_is_one_stage_and_each_has_its_own_grid(tmp_pa
         return peak(1e-2)(rate, seed)
 
     methods = "default,conditioned,gaussian+set(optimizer.lr=0.5)"
-    found, stages = searched(plan(tmp_path, "optimizer.lr=1e-4,1e-3"), methods, score)
+    found, stages = searched(plan(tmp_path, methods, "optimizer.lr=1e-4,1e-3"), score)
     assert [len(stage) for stage in stages] == [8, 4, 4]
     assert found[2].missing == [] and found[2].tuned() == found[2].method  # it says its rate itself
 
@@ -104,7 +105,7 @@ def test_a_diverged_run_is_worse_than_every_score_and_keeps_its_point(tmp_path):
     def score(rate, seed):
         return None if rate > 5e-3 and seed == 1001 else 0.5 + rate
 
-    [found], _ = searched(plan(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2"), "default", score)
+    [found], _ = searched(plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3,1e-2"), score)
     assert found.best.values == {"optimizer.lr": 1e-3}
     assert [list(point.scores) for point in found.tried] == [["1000", "1001"]] * 3
     record = read_tuning(tmp_path)
@@ -116,8 +117,8 @@ def test_where_everything_diverges_smaller_rates_are_tried(tmp_path):
     def score(rate, seed):
         return None if rate > 1e-5 else 20.0 + seed / 1000
 
-    asked = plan(tmp_path, "optimizer.lr=1e-4,1e-3")
-    [found], _ = searched(asked, "default", score, PERPLEXITY)
+    asked = plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3")
+    [found], _ = searched(asked, score, PERPLEXITY)
     assert found.best.values["optimizer.lr"] <= 1e-5
 
 
@@ -125,13 +126,13 @@ def test_lower_is_better_for_perplexity_and_equal_scores_go_to_the_smaller_rate(
     def score(rate, seed):
         return {1e-4: 50.0, 1e-3: 30.0, 1e-2: 30.0, 1e-1: 90.0}[rate]
 
-    [found], _ = searched(plan(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2,1e-1"), "default", score, PERPLEXITY)
+    [found], _ = searched(plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3,1e-2,1e-1"), score, PERPLEXITY)
     assert found.best.values == {"optimizer.lr": 1e-3}
 
 
 def test_two_fields_search_their_product(tmp_path):
-    asked = plan(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2", "identity.lam=1,3,9")
-    found, stages = searched(asked, "default,identity(lam=2)", peak(1e-3))
+    asked = plan(tmp_path, "default,identity(lam=2)", "optimizer.lr=1e-4,1e-3,1e-2", "identity.lam=1,3,9")
+    found, stages = searched(asked, peak(1e-3))
     assert [list(one.grid) for one in found] == [["optimizer.lr"], ["optimizer.lr", "identity.lam"]]
     assert len(stages[0]) == 2 * (3 + 9)
     tuned = found[1].tuned()  # of equals the smallest
@@ -140,7 +141,7 @@ def test_two_fields_search_their_product(tmp_path):
 
 
 def test_the_search_scores_no_test_split_and_measures_nothing(tmp_path):
-    asked = plan(tmp_path, "optimizer.lr=1e-4,1e-3", evaluation={"test": "best"})
+    asked = plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3", evaluation={"test": "best"})
     job = MethodSearch(asked, method("default")).job({"optimizer.lr": 1e-4}, 1000)
     assert job.recipe.evaluation.test is None and job.recipe.tracking.jacobian_points == 0
     assert asked.scored == "best" and job.recipe.optimizer.lr == 1e-4
@@ -191,7 +192,7 @@ def test_what_is_no_grid_is_refused(text):
 )
 def test_fields_and_values_that_do_not_fit_are_refused(tmp_path, text, words):
     with pytest.raises(RecipeError, match=words):
-        plan(tmp_path, text).check(parse_methods("default,balanced"))
+        plan(tmp_path, "default,balanced", text).check()
 
 
 def test_grids_that_cannot_grow_by_a_factor_stay():
@@ -201,19 +202,19 @@ def test_grids_that_cannot_grow_by_a_factor_stay():
 
 
 def test_a_second_search_keeps_the_methods_of_the_first(tmp_path):
-    searched(plan(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2"), "default,gaussian", peak(1e-3))
-    again = plan(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2")
-    again.check(parse_methods("default,balanced"))
-    searched(again, "default,balanced", peak(1e-3))
+    searched(plan(tmp_path, "default,gaussian", "optimizer.lr=1e-4,1e-3,1e-2"), peak(1e-3))
+    again = plan(tmp_path, "default,balanced", "optimizer.lr=1e-4,1e-3,1e-2")
+    again.check()
+    searched(again, peak(1e-3))
     record = read_tuning(tmp_path)
     assert [row["label"] for row in record["methods"]] == ["gaussian", "default", "balanced"]
     assert record["test_data"] == SEEN and record["test_seeds"] == [0, 1]
     with pytest.raises(RunError, match="other seeds"):
-        plan(tmp_path, "optimizer.lr=3e-3,1e-2", seeds=(5, 6)).check(parse_methods("default"))
+        plan(tmp_path, "default", "optimizer.lr=3e-3,1e-2", seeds=(5, 6)).check()
 
 
 def test_a_changed_record_is_refused(tmp_path):
-    searched(plan(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2"), "default", peak(1e-3))
+    searched(plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3,1e-2"), peak(1e-3))
     path = tmp_path / "tuning.json"
     path.write_text(path.read_text().replace("0.9", "0.8"))
     with pytest.raises(RunError, match="was changed"):

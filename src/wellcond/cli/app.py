@@ -11,14 +11,17 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 import wellcond
 from wellcond.errors import DEBUG_VARIABLE, MissingExtraError, WeightError, WellcondError
-from wellcond.models import check_model, parse_values
+from wellcond.models import build_model, check_model, parse_values
+
+if TYPE_CHECKING:
+    from torch import nn
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,6 +33,7 @@ app = typer.Typer(
 MODELS, EXPERIMENTS, PAPERS = "On a model", "Experiments", "The papers, and records of runs"
 """Groups of commands."""
 output_option = functools.partial(Option, rich_help_panel="Output")
+folder_argument = functools.partial(Argument, exists=True, file_okay=False)
 
 # Of commands on a model
 MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME, or path/to/file.py:callable"
@@ -41,7 +45,8 @@ Samples = Annotated[int, Option(metavar="N", min=1, max=10_000, help="Samples to
 Tokens = Annotated[int, Option(metavar="N", min=1, max=100_000, help="Length of random token ids.")]
 JsonFile = Annotated[Path | None, Option("--output", "-o", help="JSON to write.")]
 HtmlFile = Annotated[Path | None, Option("--html", help="HTML page to write.")]
-Weights = Annotated[Path | None, Option(help="Checkpoint to load (.safetensors, or .pt with tensors only).")]
+checkpoint_option = functools.partial(Option, exists=True, dir_okay=False)
+Weights = Annotated[Path | None, checkpoint_option(help="To load: .safetensors, or .pt with tensors only.")]
 Output = Annotated[Path, Option("--output", "-o", help="Checkpoint to write (.safetensors).")]
 Force = Annotated[bool, Option("--force", help="Replace the output if it exists.")]
 Seed = Annotated[int, Option(metavar="N", min=0, max=2**32 - 1, help="Seed of everything random.")]
@@ -50,9 +55,7 @@ Seed = Annotated[int, Option(metavar="N", min=0, max=2**32 - 1, help="Seed of ev
 ScaleOption = Annotated[str | None, Option(metavar="NAME", help="tiny, small or paper; the smallest by default.")]
 Seeds = Annotated[str | None, Option(metavar="SEEDS", help="How many (3 means 0, 1, 2), or a list such as 3,4,7.")]
 Overrides = Annotated[list[str] | None, Option(metavar="PATH=VALUE", help="Such as optimizer.lr=1e-3; repeatable.")]
-Data = Annotated[
-    str | None, Option(metavar="PATH|ID", help="A folder of images, parquet, jsonl, csv, txt, or a hub id.")
-]
+Data = Annotated[str | None, Option(metavar="PATH|ID", help="Your own: images, parquet, jsonl, csv, txt, or a hub id.")]
 InputColumn = Annotated[str | None, Option("--input", metavar="COLUMN", help="Images or texts of --data.")]
 LabelColumn = Annotated[str | None, Option("--label", metavar="COLUMN", help="Labels of --data.")]
 Folder = Annotated[Path | None, output_option("--folder", "-o", help="Where to write; under runs/ by default.")]
@@ -106,7 +109,6 @@ def check_outputs(*paths: Path | None, force: bool, suffix: str = "") -> None:
             raise OptionError(f"expected an output named *{suffix}, and no folder, found {path}")
         if path.exists() and not force:
             raise OptionError(f"{path} exists; give another name or --force")
-        check_is_folder(path.parent)
         try:
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
@@ -114,19 +116,33 @@ def check_outputs(*paths: Path | None, force: bool, suffix: str = "") -> None:
             raise OptionError(f"{path} cannot be written: {error.strerror}; give another folder") from error
 
 
-def read_model(model: str, arguments: Sequence[str] | None, weights: Path | None) -> dict[str, Any]:
-    """Arguments of MODEL; raises ModelSpecError or WeightError for what can be known to be wrong before it is built."""
+def build_loaded(
+    spec: str, arguments: Sequence[str] | None, weights: Path | None, seed: int, *, averaged: bool = False
+) -> nn.Module:
+    """The model of a command, with a checkpoint if one is given; if that holds raw weights, it is conditioned."""
     values = parse_values(arguments or [])
-    check_model(model, values)
-    if weights is not None and not weights.is_file():
-        raise WeightError(f"no such weights file: {weights}")
-    return values
+    check_model(spec, values)
+    import torch
 
+    from wellcond.conditioning.apply import recondition_
+    from wellcond.weights import conditioning_in, load_state, read_state_dict
 
-def check_is_folder(folder: Path) -> None:
-    """Raise WellcondError unless a folder to read is there."""
-    if not folder.is_dir():
-        raise WellcondError(f"no such folder: {folder}")
+    torch.manual_seed(seed)
+    model = build_model(spec, values)
+    if weights is None:
+        return model
+    state = read_state_dict(weights, averaged=averaged)
+    settings = conditioning_in(state)
+    if settings is not None:
+        try:
+            recondition_(model, settings)
+        except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+            raise WeightError(
+                f"{weights}: the checkpoint's wellcond marker is damaged: {settings} cannot be applied ({error}). "
+                "Write the checkpoint again"
+            ) from error
+    load_state(model, state, str(weights))
+    return model
 
 
 def describe_spec(model: str, arguments: Sequence[str] | None, weights: Path | None, seed: int) -> str:
@@ -208,12 +224,3 @@ def read_jobs(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise OptionError(f"--jobs: expected auto or a number, found {text!r}")
     return int(text)
-
-
-def read_overrides(recipe: str, scale: str | None, changes: Sequence[str] | None, *own: str | None) -> list[str]:
-    """Overrides of a recipe: for the user's `own` data, then ``--set``; with what can be known of it without torch."""
-    from wellcond.lab.load_recipe import read_recipe
-
-    overrides = [*data_overrides(*own), *(changes or ())]
-    read_recipe(recipe, scale=scale, overrides=overrides)
-    return overrides

@@ -14,27 +14,23 @@ from rich.table import Table
 from wellcond.lab.report.table import Table as ReportTable
 from wellcond.lab.report.table import without_empty_columns
 
-NARROWEST, WIDEST = 16, 10_000
-"""To which a column of words folds, and characters of a line that is no terminal's."""
-
 
 def make_console() -> Console:
     """Standard output; as wide as anything needs when it is not a terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=WIDEST)
+    return console if console.is_terminal else Console(width=10_000)
 
 
 def print_table(out: Console, made: ReportTable) -> None:
     """Print a table of a report; in a narrow terminal words fold, and the last columns of numbers are left out."""
     made = without_empty_columns(made)
+    numbers = [at for at in range(1, len(made.header)) if at not in made.text_columns]
     left_out: list[str] = []
     table = _lay_out(made, fold=out.is_terminal)
-    while sum((column.min_width or 0) + 3 for column in table.columns) - 1 > out.width:  # 3 between two, 1 at each end
-        numbers = [at for at in range(1, len(made.header)) if at not in made.text_columns]
-        if not numbers:
-            break
-        left_out.insert(0, made.header[numbers[-1]])
-        made = made.only([at for at in range(len(made.header)) if at != numbers[-1]])
+    while numbers and sum((column.min_width or 0) + 3 for column in table.columns) - 1 > out.width:  # 3 between two
+        last = numbers.pop()
+        left_out.insert(0, made.header[last])
+        made = made.only([at for at in range(len(made.header)) if at != last])
         table = _lay_out(made, fold=out.is_terminal)
     out.print(table)
     if left_out:
@@ -47,7 +43,7 @@ def _lay_out(made: ReportTable, *, fold: bool) -> Table:
     for at, name in enumerate(made.header):
         longest = max((cell_len(row[at]) for row in made.rows), default=0)
         if at in made.text_columns:
-            least = min(NARROWEST, max(longest, cell_len(name)))
+            least = min(16, max(longest, cell_len(name)))
             table.add_column(escape(name), min_width=least, overflow="fold", no_wrap=not fold)
         else:
             lines = textwrap.wrap(name, max(1, longest), break_long_words=False) if fold else [name]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-import shlex
-import sys
 from collections.abc import Sequence
 from importlib import resources
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +13,13 @@ import typer
 from typer import Argument, Option
 
 from wellcond.cli import app as cli
+from wellcond.cli.console import print_tables
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import to_json, write_atomically
+from wellcond.lab.report.table import Cell, Table
 
 if TYPE_CHECKING:
-    from wellcond.lab.train.run import Job
+    from wellcond.lab.recipe import Recipe
 
 tuning_option = functools.partial(Option, rich_help_panel="Tuning")
 ray_option = functools.partial(Option, rich_help_panel="On a Ray cluster")
@@ -33,11 +32,7 @@ def compare(
     seeds: cli.Seeds = None,
     tune: Annotated[
         list[str] | None,
-        tuning_option(
-            metavar="FIELD=VALUES",
-            help="Such as optimizer.lr=1e-3,3e-3,1e-2 or identity.lam=1,3,10: each method is first tuned on other "
-            "seeds, then all are compared on fresh ones. Several fields search all combinations.",
-        ),
+        tuning_option(metavar="FIELD=VALUES", help="e.g. optimizer.lr=1e-3,3e-3: each finds its best on other seeds."),
     ] = None,
     tuning_seeds: Annotated[str, tuning_option(metavar="SEEDS", help="How many, from 1000 on, or a list.")] = "2",
     tune_growth: Annotated[int, tuning_option(metavar="N", min=0, max=20, help="Most steps beyond a grid's edge.")] = 3,
@@ -50,68 +45,55 @@ def compare(
     jobs: cli.Jobs = "auto",
     engine: Annotated[str, ray_option(metavar="NAME", help="local, or ray.")] = "local",
     ray_address: Annotated[str | None, ray_option(metavar="ADDRESS", help="auto or HOST:6379; else a new one.")] = None,
-    cpus_per_run: Annotated[float | None, ray_option(metavar="N", help="By default the recipe's threads.")] = None,
-    gpus_per_run: Annotated[float | None, ray_option(metavar="N", help="By default 1, if there are GPUs.")] = None,
+    cpus_per_run: Annotated[
+        float | None, ray_option(metavar="N", min=0, help="By default the recipe's threads.")
+    ] = None,
+    gpus_per_run: Annotated[float | None, ray_option(metavar="N", min=0, max=1, help="By default 1, if any.")] = None,
     cpu: cli.Cpu = False,
     trust_local_code: cli.Trust = False,
     json: cli.Json = False,
     quiet: cli.Quiet = False,
     report: Annotated[bool, cli.output_option("--report/--no-report", help="Build the report at the end.")] = True,
-    print_jobs: Annotated[bool, cli.output_option("--print-jobs", help="Run nothing; print a line per run.")] = False,
 ) -> None:
     """Train every method with every seed under one recipe, and show which is better, by how much, and why."""
     cli.need_train_extra()
-    overrides = cli.read_overrides(recipe, scale, set, data, input, label)
     numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
     tuning = cli.read_seeds(tuning_seeds, option="--tuning-seeds", first=cli.FIRST_TUNING_SEED) or ()
     grid = cli.read_tuned_fields(tune or [])
     check_choice("engine", engine, ("local", "ray"))
-    if print_jobs and (tune or engine == "ray"):
-        raise cli.OptionError("--print-jobs takes neither --tune nor --engine ray; leave them out")
-    from wellcond.cli.runs import Comparison, fit_to_data
+    loaded, base = _load(recipe, scale, set, data, input, label, quiet=quiet or json)
+    from wellcond.cli.runs import Comparison
     from wellcond.lab.cluster import RaySettings
-    from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import parse_methods
 
-    if data is not None:
-        overrides += fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
-    ray = None
-    if engine == "ray":
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise cli.OptionError("--engine ray starts its own processes; run the command once, without torchrun")
-        # Read when ray is imported: its reports of dead processes would go to standard output, between our lines.
-        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
-        ray = RaySettings(ray_address, cpus_per_run, gpus_per_run)
-    loaded, base = load_recipe(recipe, scale=scale, overrides=overrides)
+    if engine == "ray" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise cli.OptionError("--engine ray starts its own processes; run the command once, without torchrun")
     comparison = Comparison(
         loaded,
         methods=loaded.methods if methods is None else parse_methods(methods),
         seeds=numbers or loaded.seeds,
         folder=folder or Path("runs") / f"{loaded.name}-{loaded.scale}{'-tuned' * bool(tune)}",
         options={"base": base, "cpu": cpu, "local_code": trust_local_code},
-        at_once=at_once, ray=ray, as_json=json, silent=quiet or json, report=report,
+        grid=grid, tuning_seeds=tuning, growth=tune_growth,
+        ray=RaySettings(ray_address, cpus_per_run, gpus_per_run) if engine == "ray" else None,
+        at_once=at_once, as_json=json, silent=quiet or json, report=report,
     )  # fmt: skip
-    if print_jobs:
-        planned = comparison.plan(comparison.methods)
-        lines = [job_command(job, recipe, scale=scale, overrides=overrides) for job in planned]
-        comparison.describe()
-        print(to_json({"jobs": lines}, indent=1) if json else "\n".join(lines))
-        if not comparison.silent:  # standard output can be a file of commands
-            done = f"wellcond report {shlex.quote(str(comparison.folder))}"
-            print(f"{len(lines)} runs; when they are done: {done}", file=sys.stderr)
-        return
-    raise typer.Exit(comparison.tune_and_compare(grid, tuning, tune_growth) if grid else comparison.compare())
+    raise typer.Exit(comparison.compare())
 
 
-def job_command(job: Job, recipe_name: str, *, scale: str | None, overrides: Sequence[str]) -> str:
-    """One line for a shell that does exactly this job of a recipe with overrides, wherever the shell is."""
-    words = [sys.executable, "-m", "wellcond.cli.main", "train", recipe_name]
-    words += [] if scale is None else ["--scale", scale]
-    for override in (*overrides, f"method={dumps(job.method.model_dump(mode='json'))}"):
-        words += ["--set", override]
-    words += ["--seed", str(job.seed), "--folder", str(job.folder.absolute())]
-    words += ["--cpu"] * job.cpu + ["--trust-local-code"] * job.local_code
-    return f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
+def _load(
+    name: str, scale: str | None, changes: Sequence[str] | None, *own: str | None, quiet: bool
+) -> tuple[Recipe, Path | None]:
+    """A recipe with what ``--set`` changes, fitted to the user's `own` data if there are any; and its folder."""
+    from wellcond.lab.load_recipe import load_recipe
+
+    settings = cli.data_overrides(*own)
+    recipe, base = load_recipe(name, scale=scale, overrides=[*settings, *(changes or ())])
+    if settings:
+        from wellcond.cli.runs import fit_to_data
+
+        recipe = fit_to_data(recipe, base, quiet=quiet)
+    return recipe, base
 
 
 @cli.app.command("demo", rich_help_panel=cli.EXPERIMENTS)
@@ -149,15 +131,11 @@ def train(
 ) -> None:
     """Train one model with one method and one seed; the same command resumes an interrupted run."""
     cli.need_train_extra()
-    overrides = cli.read_overrides(recipe, scale, set, data, input, label)
+    loaded, base = _load(recipe, scale, set, data, input, label, quiet=quiet or json)
     from wellcond.cli import runs
-    from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import parse_methods
     from wellcond.lab.train.run import Job
 
-    if data is not None:
-        overrides += runs.fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
-    loaded, base = load_recipe(recipe, scale=scale, overrides=overrides)
     asked = [loaded.method] if method is None else parse_methods(method)
     if len(asked) != 1:
         raise cli.OptionError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")
@@ -168,18 +146,16 @@ def train(
         outcome = runs.run_jobs([job], 1, quiet=quiet or json)
     if outcome.failures and not json:
         raise WellcondError(outcome.failures[0][1])
-    code = runs.tell_end(outcome, 1, as_json=json)
+    code = runs.tell_end(outcome, as_json=json)
     # A comparison that continues with other runs has the exit code 1, whatever error a run ends with.
     raise typer.Exit(2 if outcome.failures else code)
 
 
 @cli.app.command("glue", rich_help_panel=cli.EXPERIMENTS)
 def glue(
-    run: Annotated[Path, Argument(metavar="RUN", help="A run of masked language modelling, or a comparison.")],
+    run: Annotated[Path, cli.folder_argument(metavar="RUN", help="Of masked language modelling, or a comparison.")],
     tasks: Annotated[str | None, Option(metavar="LIST", help="Such as cola,sst2; all eight by default.")] = None,
-    limit: Annotated[
-        int | None, Option(metavar="N", min=0, help="Rows of a split, 0: all; by default 3000 at scale tiny, else all.")
-    ] = None,
+    limit: Annotated[int | None, Option(metavar="N", min=0, help="Rows of a split; 0: all. 3000 at tiny.")] = None,
     jobs: cli.Jobs = "auto",
     cpu: cli.Cpu = False,
     quiet: cli.Quiet = False,
@@ -189,16 +165,13 @@ def glue(
     Corrections of a conditioned model are folded into its weights first.
     """
     cli.need_train_extra()
-    from wellcond.lab.report.glue import TITLES  # without torch, as long as there may be a mistake
+    from wellcond.lab.report.glue import TITLES, load_glue, rebuild_glue, scores_table
 
-    cli.check_is_folder(run)
     chosen = list(TITLES) if tasks is None else [name.strip() for name in tasks.split(",")]
     for name in chosen:
         check_choice("GLUE task", name, list(TITLES))
     at_once = cli.read_jobs(jobs)
     from wellcond.cli import runs
-    from wellcond.cli.console import print_tables
-    from wellcond.lab.report.glue import load_glue, rebuild_glue, scores_table
     from wellcond.lab.train.glue import plan_glue
 
     plan = plan_glue(run, tasks=chosen, limit=limit, cpu=cpu)
@@ -208,16 +181,14 @@ def glue(
         page = rebuild_glue(run)
         if not quiet:
             print_tables([scores_table(load_glue(run))], f"tables: {page}")
-    raise typer.Exit(runs.tell_end(outcome, len(plan)))
+    raise typer.Exit(runs.tell_end(outcome))
 
 
 @cli.app.command("recipes", rich_help_panel=cli.EXPERIMENTS)
 def recipes(json: cli.Json = False) -> None:
     """List the recipes that ship with wellcond."""
     cli.need_train_extra()
-    from wellcond.cli.console import print_tables
     from wellcond.lab.load_recipe import load_recipe, shipped_recipes
-    from wellcond.lab.report.table import Cell, Table
 
     listed = [load_recipe(name, scale=scale)[0] for scale, name in (found.split("/") for found in shipped_recipes())]
     if json:

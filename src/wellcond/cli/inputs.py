@@ -88,6 +88,8 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
         text = f"{samples} images of standard normal noise, seed {seed}"
     else:
         values, text = _digits(reads, samples) if source == "digits" else _folder(reads, path, samples)
+    if len(values) < samples:
+        raise OptionError(f"--input {source}: expected at least {samples} samples, found {len(values)}")
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
     if weight is not None:
         values = values.to(weight.device, weight.dtype if values.is_floating_point() else None)
@@ -114,10 +116,8 @@ def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
     from wellcond.lab.data.images import load_digits
 
     channels, *size = reads.image
-    images = load_digits()[0].inputs
-    if samples > len(images):
-        raise OptionError(f"--samples: expected at most {len(images)} digits, found {samples}")
-    scaled = nn.functional.interpolate(images[:samples], size, mode="bilinear", antialias=False)
+    images = load_digits()[0].inputs[:samples]
+    scaled = nn.functional.interpolate(images, size, mode="bilinear", antialias=False)
     shown = f"{samples} of scikit-learn's digits, zero mean and unit variance, resized"
     return scaled.expand(-1, channels, -1, -1).contiguous(), shown
 
@@ -126,21 +126,19 @@ def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
     from wellcond.lab.data.images import decode_image, import_pil, read_image, to_channels
 
     channels, height, width = reads.image
-    bilinear, files = import_pil().Resampling.BILINEAR, images_in(folder)
-    if len(files) < samples:
-        raise OptionError(f"--input {folder}: expected at least {samples} images (png, jpg), found {len(files)}")
-    pictures = []
-    for file in files[:samples]:
+    bilinear, files = import_pil().Resampling.BILINEAR, images_in(folder)[:samples]
+    pictures = torch.empty(len(files), channels, height, width)
+    for at, file in enumerate(files):
         where = f"--input: {file}"
         picture: Any = to_channels(decode_image(read_image(file), where), channels, where)
         pixels = torch.from_numpy(np.array(picture.resize((width, height), bilinear), dtype=np.float32)) / 255
-        pictures.append(pixels.view(height, width, channels).permute(2, 0, 1))
+        pictures[at] = pixels.view(height, width, channels).permute(2, 0, 1)
     mean, std = (  # of all channels, if the model has another number of them than its library says
         [round(number, 6) for number in (known if len(known) == channels else [sum(known) / len(known)] * channels)]
         for known in (reads.mean, reads.std)
     )
-    text = f"{samples} images of {folder} from {files[0].name} on, resized, mean {mean}, std {std}"
-    return (torch.stack(pictures) - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1), text
+    text = f"the first {samples} images of {folder}, resized, mean {mean}, std {std}"
+    return (pictures - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1), text
 
 
 def images_in(folder: Path) -> list[Path]:
@@ -159,6 +157,4 @@ def _array(path: Path, samples: int) -> tuple[Tensor, str]:
         raise OptionError(
             f"{path}: expected floats or integers saved by numpy.save (pickles are not loaded): {error}"
         ) from error
-    if len(array) < samples:
-        raise OptionError(f"{path}: expected at least {samples} samples along the first axis, found {len(array)}")
     return kept, f"the first {samples} of {path}, {array.dtype} {array.shape}"

@@ -1,4 +1,4 @@
-"""`wellcond inspect`: what is found in a model, or in a whole library."""
+"""`wellcond inspect`, `init` and `fold`: the weights of attention, as they are found and as a plain checkpoint."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import track
 from typer import Argument, Option
 
 from wellcond.cli import app as cli
-from wellcond.errors import AttentionNotFoundError, check_choice
+from wellcond.cli.console import make_console, print_table
+from wellcond.errors import AttentionNotFoundError, WeightError, check_choice
 from wellcond.files import to_json
-from wellcond.models import ModelSpecError, build_model, is_local_code
+from wellcond.lab.report.table import Cell, Table
+from wellcond.models import ModelSpecError, build_model, check_model, is_local_code, parse_values
 from wellcond.version import __version__
 
 if TYPE_CHECKING:
     from torch import nn
 
     from wellcond.attention.site import AttentionSite
-    from wellcond.lab.report.table import Cell
 
 FIELDS = ("kind", "num_heads", "num_kv_heads", "head_dim", "in_features", "arrangement", "scale", "qk_norm", "evidence")
 MOST_RANDOM = 500_000_000
@@ -48,53 +51,26 @@ def inspect(
         check_choice("zoo", zoo, ("timm", "hf"))
         print_zoo(str(zoo), as_json=json)
         return
-    built = _build(model, cli.read_model(model, model_arg, weights), weights, seed)
-    print_model(built, as_json=json, title=cli.describe_spec(model, model_arg, weights, seed))
-
-
-def _build(spec: str, arguments: dict[str, Any], weights: Path | None, seed: int) -> nn.Module:
-    """The model; a large one that is only named is built on the meta device.
-
-    Its weights would be random, and take memory and minutes, so that it has no condition numbers.
-    """
+    built = _build(model, model_arg, weights, seed)
     import torch
-
-    from wellcond.cli.checkpoints import build_loaded
-
-    if weights is None and not is_local_code(spec) and not Path(spec.partition(":")[2]).is_dir():
-        # A mistake, or a constructor that needs values, is told when the model is built for real.
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), contextlib.suppress(ModelSpecError):
-            warnings.simplefilter("ignore")  # constructors warn of copies to the meta device
-            model = build_model(spec, arguments, on_meta=True)
-            if sum(parameter.numel() for parameter in model.parameters()) > MOST_RANDOM:
-                return model
-    return build_loaded(spec, arguments, weights, seed)
-
-
-def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
-    """Print every attention of a model; modules that were refused are listed with the reason."""
-    import torch
-    from rich.console import Console
-    from rich.progress import track
 
     from wellcond.attention.effective import conditioning_of
     from wellcond.attention.find import scan_attention
-    from wellcond.cli.console import make_console, print_table
-    from wellcond.lab.report.table import Table
     from wellcond.run_facts import describe_model
 
-    scan = scan_attention(model)
+    scan = scan_attention(built)
     if not scan.sites and not scan.refusals:
-        raise AttentionNotFoundError((type(m).__name__ for m in model.modules()), [])
-    sites = track(scan.sites, "condition numbers", console=Console(stderr=True), transient=True, disable=as_json)
+        raise AttentionNotFoundError((type(m).__name__ for m in built.modules()), [])
+    sites = track(scan.sites, "condition numbers", console=Console(stderr=True), transient=True, disable=json)
     with torch.no_grad():
         rows = [_describe(site) for site in sites]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    note = NO_WEIGHTS if any(parameter.is_meta for parameter in model.parameters()) else ""
-    conditioning = conditioning_of(model)
-    if as_json:
+    title = cli.describe_spec(model, model_arg, weights, seed)
+    parameters = sum(parameter.numel() for parameter in built.parameters())
+    note = NO_WEIGHTS if any(parameter.is_meta for parameter in built.parameters()) else ""
+    conditioning = conditioning_of(built)
+    if json:
         content = {
-            "model": f"{title}: {describe_model(model)}", "version": __version__, "conditioning": conditioning,
+            "model": f"{title}: {describe_model(built)}", "version": __version__, "conditioning": conditioning,
             "parameters": parameters, "sites": rows, "refused": [str(refusal) for refusal in scan.refusals],
         }  # fmt: skip
         print(to_json(content | ({"note": note} if note else {}), indent=2))
@@ -107,6 +83,22 @@ def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
     out.print(told, markup=False, soft_wrap=bool(note))
     for refusal in scan.refusals:
         out.print(f"[yellow]not understood:[/] {refusal}")
+
+
+def _build(spec: str, model_arg: list[str] | None, weights: Path | None, seed: int) -> nn.Module:
+    """The model; a large one that is only named has no weights: random ones would take memory and minutes."""
+    arguments = parse_values(model_arg or [])
+    check_model(spec, arguments)
+    import torch
+
+    if weights is None and not is_local_code(spec) and not Path(spec.partition(":")[2]).is_dir():
+        # A mistake, or a constructor that needs values, is told when the model is built for real.
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), contextlib.suppress(ModelSpecError):
+            warnings.simplefilter("ignore")  # constructors warn of copies to the meta device
+            model = build_model(spec, arguments, on_meta=True)
+            if sum(parameter.numel() for parameter in model.parameters()) > MOST_RANDOM:
+                return model
+    return cli.build_loaded(spec, model_arg, weights, seed)
 
 
 def _describe(site: AttentionSite) -> dict[str, Any]:
@@ -131,39 +123,25 @@ def _describe(site: AttentionSite) -> dict[str, Any]:
 
 
 def _show(row: dict[str, Any]) -> dict[str, Cell]:
-    """A row of `_describe` as the table has it."""
+    """A row of `_describe` as the table has it; where a condition number is not finite, why, and the pseudo one."""
     heads, groups = row["num_heads"], row["num_kv_heads"]
+    shown: dict[str, Cell] = {
+        "layer": row["layer"], "kind": row["kind"], "heads": str(heads) if heads == groups else f"{heads}/{groups}",
+        "dims": f"{row['head_dim']} x {row['in_features']}", "arrangement": row["arrangement"],
+    }  # fmt: skip
+    for role in "qkv":
+        kappa, pseudo, why = (row[f"{name}_{role}"] for name in ("kappa", "pseudo_kappa", "why_not_finite"))
+        known = pseudo if why else kappa
+        text = "-" if known is None else f"{known:.3f}" if known < 1000 else f"{known:.2e}"
+        shown[f"κ(W_{role.upper()})"] = f"{kappa} ({why}{f', pseudo {text}' * math.isfinite(pseudo)})" if why else text
     remarks = [flag.replace("_", " ") for flag in row["flags"]]
     remarks += [f"{row['qk_norm']} qk-norm"] if row["qk_norm"] else []
     remarks += ["by structure only"] if row["evidence"] == "structure" else []
-    return {
-        "layer": row["layer"],
-        "kind": row["kind"],
-        "heads": str(heads) if heads == groups else f"{heads}/{groups}",
-        "dims": f"{row['head_dim']} x {row['in_features']}",
-        "arrangement": row["arrangement"],
-        **{f"κ(W_{role.upper()})": _show_kappa(row, role) for role in "qkv"},
-        "remarks": ", ".join(remarks),
-    }
-
-
-def _show_kappa(row: dict[str, Any], role: str) -> str:
-    """Condition number of a weight; where it is not finite, why, and the one over the non-zero spectrum."""
-    kappa, pseudo, why = (row[f"{name}_{role}"] for name in ("kappa", "pseudo_kappa", "why_not_finite"))
-    if kappa is None:
-        return "-"
-    known = pseudo if why else kappa
-    shown = f"{known:.3f}" if known < 1000 else f"{known:.2e}"
-    return f"{kappa} ({why}{f', pseudo {shown}' * math.isfinite(pseudo)})" if why else shown
+    return shown | {"remarks": ", ".join(remarks)}
 
 
 def print_zoo(library: str, *, as_json: bool = False) -> None:
     """Walk every architecture of timm or hf, as installed, and print how much of it is understood."""
-    from rich.console import Console
-    from rich.progress import track
-
-    from wellcond.cli.console import make_console, print_table
-    from wellcond.lab.report.table import Table
     from wellcond.zoo.forms import is_structured
     from wellcond.zoo.walk import walk_hf, walk_timm
 
@@ -174,19 +152,71 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
         facts = {"version": __version__, "library": f"{library} {metadata.version(package)}"}
         print(to_json([asdict(row) | facts for row in rows], indent=2))
         return
-    header = ("family", "model", "status", "sites", "kinds", "form of the Jacobian", "remark")
-    shown = tuple(
-        (row.family, row.model, row.status, str(row.num_sites), row.kinds, row.forms, row.detail) for row in rows
-    )
+    header = ("family", "model", "status", "sites", "kinds", "remark", "form of the Jacobian")
+    shown = tuple(tuple(map(str, asdict(row).values())) for row in rows)
     out = make_console()
     print_table(out, Table("zoo", "", header, shown, text_columns=frozenset({0, 1, 2, 4, 5, 6})))
-    counts = Counter(row.status for row in rows)
-    out.print(", ".join(f"{status}: {count}" for status, count in counts.most_common()))
-    found = [row for row in rows if row.status == "found"]
-    with_attention = len(rows) - counts["no attention"] - counts["not built"]
-    if with_attention:
-        share = len(found) / with_attention
-        out.print(f"coverage: {len(found)} of {with_attention} architectures with attention ({share:.0%})")
-    if found:
-        structured = sum(is_structured(row.forms) for row in found)
-        out.print(f"structured Jacobians: {structured} of {len(found)} ({structured / len(found):.0%})")
+    counts = [f"{status}: {count}" for status, count in Counter(row.status for row in rows).most_common()]
+    structured = sum(is_structured(row.forms) for row in rows if row.status == "found")
+    out.print(f"{', '.join(counts)}; structured Jacobians: {structured} of the found")
+
+
+@cli.app.command("init", rich_help_panel=cli.MODELS)
+def init(
+    model: cli.Model,
+    output: cli.Output,
+    method: Annotated[str, Option(metavar="NAME", help="Or gaussian, orthogonal, mimetic, ...")] = "conditioned",
+    weights: cli.Weights = None,
+    option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Of the method; repeatable.")] = None,
+    input: Annotated[str | None, Option(metavar="INPUT", help=f"For calibrated: {cli.INPUT_HELP}")] = None,
+    model_arg: cli.ModelArguments = None,
+    seed: cli.Seed = 0,
+    force: cli.Force = False,
+) -> None:
+    """Initialise the attention of MODEL and write a plain checkpoint."""
+    options = parse_values(option or [])
+    cli.check_outputs(output, force=force, suffix=".safetensors")
+    if (input is None) == (method == "calibrated"):
+        raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
+    if input is not None:
+        cli.check_input(input)
+    built = cli.build_loaded(model, model_arg, weights, seed)
+    import torch
+
+    from wellcond.attention.find import find_attention
+    from wellcond.cli.inputs import make_batch
+    from wellcond.init.apply import init_
+    from wellcond.weights import save_weights
+
+    batch = {} if input is None else {"batch": make_batch(built, input, samples=32, seed=seed)[0]}
+    try:
+        init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **batch)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        said = f" with {', '.join(option)}" if option else ""
+        raise cli.OptionError(f"--method {method}{said}: {error}") from error
+    save_weights(built, output, overwrite=force)
+    typer.echo(f"wrote {output}: {len(find_attention(built))} attentions initialised as {method!r}")
+
+
+@cli.app.command("fold", rich_help_panel=cli.MODELS)
+def fold(
+    model: cli.Model,
+    output: cli.Output,
+    weights: Annotated[Path, cli.checkpoint_option(help="Of a conditioned model.")],
+    ema: Annotated[bool, Option("--ema", help="Take the EMA weights of a checkpoint of timm's train script.")] = False,
+    model_arg: cli.ModelArguments = None,
+    force: cli.Force = False,
+) -> None:
+    """Fold the correction of a conditioned checkpoint into its weights, and write a plain checkpoint."""
+    cli.check_outputs(output, force=force, suffix=".safetensors")
+    built = cli.build_loaded(model, model_arg, weights, 0, averaged=ema)
+    from wellcond.attention.effective import conditioning_of
+    from wellcond.conditioning.apply import fold_
+    from wellcond.weights import save_weights
+
+    settings = conditioning_of(built)
+    if settings is None:
+        raise WeightError(f"{weights} is a plain checkpoint already: it names no correction to fold")
+    fold_(built)
+    save_weights(built, output, overwrite=force)
+    typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attentions")

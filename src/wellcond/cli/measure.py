@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from rich.console import Console
+from rich.progress import track
 from typer import Option
 
 from wellcond.cli import app as cli
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import write_atomically
+from wellcond.records import Convention
 
 if TYPE_CHECKING:
-    from wellcond.measurement import MeasurementReport
+    from torch import nn
 
-CONVENTIONS = ("wide", "stack")
+    from wellcond.diagnosis.records import Diagnosis
+    from wellcond.measurement import MeasurementReport
 
 
 @cli.app.command("doctor", rich_help_panel=cli.MODELS)
@@ -38,25 +40,15 @@ def doctor(
     force: cli.Force = False,
 ) -> None:
     """Say what is wrong with the attention of MODEL, and which line of code mends it; seconds."""
-    cli.check_input(input)
     cli.check_outputs(output, html, force=force)
-    arguments = cli.read_model(model, model_arg, weights)
-    from rich.console import Console
-
-    from wellcond.cli.checkpoints import build_loaded
-    from wellcond.cli.inputs import make_batch
+    built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
     from wellcond.diagnosis.diagnose import diagnose
 
-    built = build_loaded(model, arguments, weights, seed)
-    batch, described = make_batch(built, input, samples=samples, tokens=tokens, seed=seed)
     found = diagnose(built, batch, trained=trained, jacobian=jacobian)
-    spec = cli.describe_spec(model, model_arg, weights, seed)
-    facts = {"model": f"{spec}: {found.run['model']}", "input": described}
-    found = dataclasses.replace(found, run=found.run | facts)
+    found.run.update({name: f"{said[name]}: {found.run[name]}" for name in said})
     out = Console()
     print(found.to_json() if json else found.to_text(width=min(100, out.width) if out.is_terminal else 100))
-    _write(output, lambda: found.to_json() + "\n", err=json)
-    _write(html, found.to_html, err=json)
+    _write(found, output, html, err=json)
 
 
 @cli.app.command("measure", rich_help_panel=cli.MODELS)
@@ -77,21 +69,13 @@ def measure(
     force: cli.Force = False,
 ) -> None:
     """Measure every head on an input: condition number of the Jacobian, attention entropy, a verdict."""
-    check_choice("convention", convention, CONVENTIONS)
+    check_choice("convention", convention, get_args(Convention))
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
-    cli.check_input(input)
     cli.check_outputs(output, html, force=force)
-    arguments = cli.read_model(model, model_arg, weights)
-    from rich.console import Console
-    from rich.progress import track
-
+    built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
     from wellcond.attention.find import scan_attention
-    from wellcond.cli.checkpoints import build_loaded
-    from wellcond.cli.inputs import make_batch
     from wellcond.measurement import measure
 
-    built = build_loaded(model, arguments, weights, seed)
-    batch, described = make_batch(built, input, samples=samples, tokens=tokens, seed=seed)
     try:
         found = measure(
             built, batch, **numbers, convention=convention, samples=samples, resume=resume,  # type: ignore[arg-type]
@@ -101,21 +85,31 @@ def measure(
         raise
     except ValueError as error:
         raise cli.OptionError(f"--{error}") from error
-    spec = cli.describe_spec(model, model_arg, weights, seed)
-    facts = {"model": f"{spec}: {found.run['model']}", "input": f"{described}: {found.run['input']}"}
-    report = dataclasses.replace(found, run=found.run | facts)
-    print(report.to_table())
-    print(summarise(report))
+    found.run.update({name: f"{said[name]}: {found.run[name]}" for name in said})
+    print(found.to_table())
+    print(summarise(found))
     for refusal in scan_attention(built).refusals:
         print(f"not understood: {refusal}")
-    _write(output, lambda: report.to_json() + "\n")
-    _write(html, report.to_html)
+    _write(found, output, html)
 
 
-def _write(path: Path | None, make: Callable[[], str], *, err: bool = False) -> None:
-    if path is not None:
-        write_atomically(path, make())
-        typer.echo(f"wrote {path}", err=err)
+def _build(
+    spec: str, model_arg: list[str] | None, weights: Path | None, seed: int, source: str, samples: int, tokens: int
+) -> tuple[nn.Module, Any, dict[str, str]]:
+    """The model and its batch, and what they are; a mistake is told before torch is loaded."""
+    cli.check_input(source)
+    model = cli.build_loaded(spec, model_arg, weights, seed)
+    from wellcond.cli.inputs import make_batch
+
+    batch, described = make_batch(model, source, samples=samples, tokens=tokens, seed=seed)
+    return model, batch, {"model": cli.describe_spec(spec, model_arg, weights, seed), "input": described}
+
+
+def _write(found: MeasurementReport | Diagnosis, output: Path | None, html: Path | None, *, err: bool = False) -> None:
+    for path, make in ((output, lambda: found.to_json() + "\n"), (html, found.to_html)):
+        if path is not None:
+            write_atomically(path, make())
+            typer.echo(f"wrote {path}", err=err)
 
 
 def read_numbers(text: str, option: str) -> list[int] | None:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from wellcond.cli import app as cli
+from wellcond.cli.console import make_console, print_table, print_tables
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import to_json, write_atomically
 
@@ -22,17 +23,15 @@ if TYPE_CHECKING:
 
 @cli.app.command("report", rich_help_panel=cli.EXPERIMENTS)
 def report(
-    folder: Annotated[Path, Argument(help="A comparison, or a folder with several.")],
+    folder: Annotated[Path, cli.folder_argument(help="A comparison, or a folder with several.")],
     pictures: Annotated[bool, Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
 ) -> None:
     """Rebuild tables, figures and the page of a comparison from its records."""
-    cli.check_is_folder(folder)
     print_report(folder, pictures=pictures)
 
 
 def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) -> None:
     """Build the report of a folder, print its summary and where it is."""
-    from wellcond.cli.console import make_console, print_table
     from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
     from wellcond.lab.report.load_runs import load_comparisons
     from wellcond.lab.report.page import gather, write_report
@@ -60,7 +59,7 @@ def reproduce(
     list_all: Annotated[bool, Option("--list", help="List every id, and the runs that are there.")] = False,
     scale: Annotated[str, Option(metavar="NAME", help="tiny (CPU, minutes), small (GPU, hours) or paper.")] = "tiny",
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run nothing.")] = False,
-    records: Annotated[Path | None, Option(help="Print from committed records, such as results; run nothing.")] = None,
+    records: Annotated[Path | None, Option(exists=True, help="Print committed records; run nothing.")] = None,
     methods: Annotated[str | None, Option(metavar="LIST", help="Only these methods, and default.")] = None,
     seeds: cli.Seeds = None,
     set: cli.Overrides = None,
@@ -78,13 +77,11 @@ def reproduce(
 
     check_choice("scale", scale, SCALES)
     known, entry = find_entry(id) if id is not None else ("", None)
-    if records is not None:
-        cli.check_is_folder(records)
     numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
     import torch
 
     from wellcond.cli.runs import exit_code, training_in
-    from wellcond.lab.methods import split_methods
+    from wellcond.lab.methods import parse_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
     from wellcond.lab.reproduce.stored import Collection
@@ -96,10 +93,7 @@ def reproduce(
     if records is not None:
         _show(outcome_tables(known, entry, scale, Collection(records, committed=True)), as_json=json, quiet=quiet)
         return
-    try:
-        asked = None if methods is None else tuple(split_methods(methods))
-    except ValueError as error:
-        raise cli.OptionError(f"--methods: {error}") from error
+    asked = None if methods is None else tuple(method.label for method in parse_methods(methods))
     plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), cpu))
     if dry_run:
         _show([plan_table(plan)], as_json=json, quiet=quiet)
@@ -135,15 +129,12 @@ def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: b
         outcomes.append(run_jobs(plan, at_once, quiet=silent))
         if cli.is_rank_zero() and outcomes[1].records:
             rebuild_glue(study.folder)
-    for outcome, count in zip(outcomes, (len(study.jobs), len(study.glue_folders)), strict=False):
-        if not silent:
-            tell_end(outcome, count)
+    for outcome in outcomes if not silent else ():
+        tell_end(outcome)
     return outcomes
 
 
 def _show(tables: list[Table], *, as_json: bool, quiet: bool = False, end: str = "") -> None:
-    from wellcond.cli.console import print_tables
-
     if as_json:
         rows = [[dict(zip(table.header, row, strict=True)) for row in table.rows] for table in tables]
         pairs = zip(tables, rows, strict=True)
@@ -153,13 +144,12 @@ def _show(tables: list[Table], *, as_json: bool, quiet: bool = False, end: str =
 
 
 @cli.app.command("claims", rich_help_panel=cli.PAPERS)
-def claims(results: Annotated[Path, Argument(help="Folder of committed records, such as results.")]) -> None:
+def claims(results: Annotated[Path, cli.folder_argument(help="Committed records, such as results.")]) -> None:
     """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided.
 
     The verdicts are written to RESULTS/claims.md.
     """
     cli.need_train_extra()
-    cli.check_is_folder(results)
     from wellcond.lab.reproduce.claims import claims_markdown, judge_claims, summarise
 
     judged = judge_claims(results)
@@ -169,15 +159,13 @@ def claims(results: Annotated[Path, Argument(help="Folder of committed records, 
 
 @cli.app.command("pack", rich_help_panel=cli.PAPERS)
 def pack(
-    folder: Annotated[Path, Argument(help="Full runs of wellcond compare or train, at any depth; they are kept.")],
+    folder: Annotated[Path, cli.folder_argument(help="Full runs of wellcond compare or train, at any depth.")],
     output: Annotated[Path, Option("--output", "-o", help="Folder to write to, laid out in the same way.")],
 ) -> None:
     """Pack runs into one small file each, with a report without figures; all tables stay the same.
 
     `wellcond report`, `claims` and `reproduce --records` read both forms. A packed comparison in OUTPUT is replaced.
     """
-    cli.check_is_folder(folder)
-    from wellcond.cli.console import make_console
     from wellcond.lab.report.pack import pack as pack_runs
 
     for home in pack_runs(folder, output):

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.errors import WellcondError, needs_extra
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.checkpoint import OURS
 from wellcond.lab.train.compare import Dispatch, Message, do_job
 from wellcond.lab.train.engine import Event
@@ -28,10 +27,6 @@ from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunError, RunFolder, check_links, writing
 
-RETRIES = 3
-"""Machines of a cluster come and go: a lost worker is less often the run's own fault than on one machine."""
-SECONDS_TO_SAVE = 10.0
-"""For runs that another run's error ends."""
 FORWARDED = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_DATASETS_CACHE", "OMP_NUM_THREADS",
              "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # fmt: skip
 FOLDERS = ("WELLCOND_DATA", "WELLCOND_CACHE", "HF_HOME", "HF_DATASETS_CACHE")
@@ -49,13 +44,6 @@ class RaySettings:
     gpus_per_run: float | None = None
     """At most 1, since a run is one process; by default 1 where the cluster has GPUs. 0.5: two runs share one."""
 
-    def __post_init__(self) -> None:
-        if self.gpus_per_run is not None and not 0 <= self.gpus_per_run <= 1:
-            raise RecipeError(
-                f"--gpus-per-run: expected 0 to 1, found {self.gpus_per_run:g}: a run on Ray is one process with one "
-                "GPU at most. To train one run on several GPUs, launch it with torchrun"
-            )
-
     def resources(self, job: Job, machines: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """What Ray reserves for a run: what the user says, or what its recipe needs."""
         gpus, cpus, training = self.gpus_per_run, self.cpus_per_run, job.recipe.training
@@ -72,10 +60,6 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that decide what a run finds and computes: they hold on the workers too. No secrets.
 
     Those that name folders do so in full, since a worker's current folder is another one.
-
-    Example:
-        >>> worker_environment({"WELLCOND_DATA": "/data", "HF_TOKEN": "secret", "HF_HUB_OFFLINE": "1"})
-        {'WELLCOND_DATA': '/data', 'HF_HUB_OFFLINE': '1'}
     """
     passed = {name: value for name, value in environment.items() if name.startswith("WELLCOND_") or name in FORWARDED}
     paths = {name: map(os.path.abspath, passed[name].split(os.pathsep)) for name in FOLDERS if passed.get(name)}
@@ -84,12 +68,10 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """The package ray, connected to a cluster, whose workers get this wellcond; one that was started here ends.
-
-    Raises: MissingExtraError; WellcondError if there is no cluster to connect to.
-    """
+    """The package ray, connected to a cluster, whose workers get this wellcond; one that was started here ends."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here, as is the next
     os.environ.setdefault("RAY_worker_niceness", "0")  # runs are what this machine is for
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # reports of dead processes stay out of what we print
     with needs_extra("ray", "ray"):
         import ray
     place = address or os.environ.get("RAY_ADDRESS") or "local"
@@ -123,10 +105,7 @@ def _check_reachable(place: str) -> None:
 
 
 def run_on_ray(dispatch: Dispatch, *, num_workers: int, settings: RaySettings) -> None:
-    """Run jobs on the machines of a Ray cluster.
-
-    Raises: MissingExtraError; WellcondError without a cluster, or for what concerns every run.
-    """
+    """Run jobs on the machines of a Ray cluster; complete runs need none."""
     if not dispatch.waiting:
         return
     known = {job.folder.resolve(): job for job in dispatch.waiting}
@@ -143,7 +122,7 @@ def run_on_ray(dispatch: Dispatch, *, num_workers: int, settings: RaySettings) -
         needed = settings.resources(dispatch.waiting[0], machines)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         home = ray.remote(Home).options(num_cpus=0, scheduling_strategy=here).remote()
-        task = ray.remote(run_task).options(max_retries=RETRIES, **needed)
+        task = ray.remote(run_task).options(max_retries=3, **needed)  # a lost machine is seldom the run's own fault
         phase = f"waiting for a machine with {needed['num_cpus']:g} CPUs and {needed['num_gpus']:g} GPUs"
         dispatch.handle(dispatch.waiting[0], ("event", {"event": "phase", "phase": phase}))
         running: dict[Any, Job] = {}
@@ -179,8 +158,8 @@ def run_on_ray(dispatch: Dispatch, *, num_workers: int, settings: RaySettings) -
         finally:
             for result in running:
                 ray.cancel(result)
-            if running:
-                ray.wait(list(running), num_returns=len(running), timeout=SECONDS_TO_SAVE)
+            if running:  # they save first
+                ray.wait(list(running), num_returns=len(running), timeout=10)
 
 
 def _reason(error: Exception) -> str:
@@ -191,9 +170,6 @@ def _reason(error: Exception) -> str:
 
 # On the machines of the cluster
 
-Files = dict[str, bytes]
-"""The files of a run by their names in its folder."""
-
 
 class Home:
     """An actor on the machine of the command: what runs tell, and files of runs whose machine does not see them."""
@@ -203,7 +179,7 @@ class Home:
         self._begun: dict[Path, contextlib.ExitStack] = {}
         """Folders of runs, each with its lock if another machine works on a copy."""
 
-    def begin(self, folder: Path, away: bool) -> Files:
+    def begin(self, folder: Path, away: bool) -> dict[str, bytes]:
         """A run begins, or begins again on another machine; returns its files if they are `away` from there."""
         if folder in self._begun:
             self.tell(folder, {"event": "lost", "problem": "its worker was lost"})
@@ -214,21 +190,21 @@ class Home:
         held.enter_context(RunFolder(folder).opened())
         return pack(folder)
 
-    def tell(self, folder: Path, event: Event) -> None:
-        """Keep an event of a run until the command takes it."""
+    def tell(self, folder: Path, event: Event, saved: dict[str, bytes] | None = None) -> None:
+        """Keep an event of a run until the command takes it, and the files that the run has saved elsewhere."""
         self._events.append((folder, event))
+        if saved:
+            unpack(saved, folder)
 
     def take(self) -> list[tuple[Path, Event]]:
         """All new events."""
         taken, self._events = self._events, []
         return taken
 
-    def receive(self, folder: Path, files: Files) -> None:
-        """Replace the files of a run."""
-        receive(files, folder)
-
-    def end(self, folder: Path) -> None:
+    def end(self, folder: Path, saved: dict[str, bytes]) -> None:
         """A run has ended, and everything it told has arrived."""
+        if saved:
+            unpack(saved, folder)
         self._begun.pop(folder).close()
 
 
@@ -249,56 +225,44 @@ def run_task(job: Job, home: Any, token: str) -> Message:
 
         def send(message: Message) -> None:
             kind, content = message
-            if kind == "event":
-                home.tell.remote(job.folder, content)
-            else:
+            if kind != "event":
                 last.append(message)
-            if away and (kind != "event" or content["event"] == "saved"):
-                ray.get(home.receive.remote(job.folder, pack(done.folder)))
+            elif away and content["event"] == "saved":
+                ray.get(home.tell.remote(job.folder, content, pack(done.folder)))
+            else:
+                home.tell.remote(job.folder, content)
 
         try:
             do_job(done, send, stop)
         except WellcondError as error:
             send(("error for all", f"{error} (on {platform.node()})"))
-        ray.get(home.end.remote(job.folder))
+        ray.get(home.end.remote(job.folder, pack(done.folder) if away else {}))
     return last[-1]
 
 
-def pack(folder: Path) -> Files:
-    """The files of a run, without its lock, links and what is in the making."""
+def pack(folder: Path) -> dict[str, bytes]:
+    """The files of a run by their names in its folder, without its lock, links and what is in the making."""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if not path.is_symlink()}
     chosen = [name for name in paths if paths[name].is_file() and name != "lock" and ".partial" not in name]
     return {name: paths[name].read_bytes() for name in chosen}
 
 
-def unpack(files: Files, folder: Path) -> None:
-    """Write files into a folder.
-
-    Raises: RunError if they cannot be written, or a name leads out of the folder.
-    """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            path = folder / name
-            if not path.resolve().is_relative_to(folder.resolve()):
-                raise RunError(f"{name!r}, which a worker sent for {folder}, is outside the run's folder")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-
-
-def receive(files: Files, folder: Path) -> None:
+def unpack(files: dict[str, bytes], folder: Path) -> None:
     """Replace the files of a run by those that were sent: at every moment the folder can be resumed from.
 
     Logs go first, since a checkpoint needs logs that are at least as long as when it was made; the record goes last,
-    since it says what is complete.
-
-    Raises: RunError if they cannot be written, or would be written outside the folder.
+    since it says what is complete. RunError for a name that leads out of the folder; then nothing is replaced.
     """
     incoming, ours = folder / ".incoming.partial", folder / "checkpoints"
     check_links(folder)
     with writing(folder):
         shutil.rmtree(incoming, ignore_errors=True)
-        unpack(files, incoming)
+        for name, content in files.items():
+            path = incoming / name
+            if not path.resolve().is_relative_to(incoming.resolve()):
+                raise RunError(f"{name!r}, which a worker sent for {folder}, is outside the run's folder")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
         steps = {name.split("/")[1] for name in files if name.startswith("checkpoints/")}
         logs = [name for name in files if not name.startswith("checkpoints/") and name != "run.json"]
         # A checkpoint of the same step is whole, and the same.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from wellcond.lab.recipe import Recipe
 
 SCALES: tuple[str, ...] = get_args(Scale)
-Fields = dict[str, Any]
-"""A recipe as it is written, before its fields are checked."""
 
 
 @functools.cache
@@ -39,62 +37,50 @@ def load_recipe(
 ) -> tuple[Recipe, Path | None]:
     """A recipe, shipped or in a YAML file, and the folder its relative paths start from (None for one that ships).
 
-    `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML.
+    `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML. What can be
+    seen to be wrong without torch is told before it is imported.
     """
-    fields, where, base = read_recipe(name_or_path, scale=scale, overrides=overrides)
-    from wellcond.lab.recipe import Recipe
-
-    try:
-        return Recipe.model_validate(fields), base
-    except ValidationError as error:
-        raise RecipeError("\n  ".join([f"{where} is not a valid recipe:", *list_problems(error)])) from error
-
-
-def read_recipe(
-    name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()
-) -> tuple[Fields, str, Path | None]:
-    """`load_recipe` as far as it goes without torch: the fields of the recipe, where they are from, and its folder."""
+    where, base = name_or_path, None
     if name_or_path.endswith((".yaml", ".yml")):
+        base = Path(name_or_path).parent
         try:
             text = read_regular(name_or_path).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"the recipe {name_or_path} cannot be read as text: {error}") from error
-        fields = _overridden(text, name_or_path, overrides)
-        if scale not in (None, fields.get("scale")):
-            said = fields.get("scale")
-            raise RecipeError(f"{name_or_path} is a recipe of scale {said!r}, not {scale!r}; leave out --scale")
-        return fields, name_or_path, Path(name_or_path).parent
-    shipped = shipped_recipes()
-    scales = [one for one in SCALES if f"{one}/{name_or_path}" in shipped]
-    if not scales:
-        advice = "expected a file of your own that ends in .yaml, or a recipe that `wellcond recipes` lists"
-        names = sorted({name.partition("/")[2] for name in shipped})
-        raise UnknownChoiceError("recipe", name_or_path, names, advice=advice)
-    if scale not in (None, *scales):
-        listed = ", ".join(scales)
-        raise RecipeError(f"the recipe {name_or_path!r} exists at scale {listed}, not {scale!r}; correct --scale")
-    where = f"{scale or scales[0]}/{name_or_path}"
-    return _overridden(shipped[where], where, overrides), where, None
-
-
-def _overridden(text: str, where: str, overrides: Sequence[str]) -> Fields:
-    data, changed = _extended(text, where), set()
+    else:
+        shipped = shipped_recipes()
+        scales = [one for one in SCALES if f"{one}/{name_or_path}" in shipped]
+        if not scales:
+            advice = "expected a file of your own that ends in .yaml, or a recipe that `wellcond recipes` lists"
+            names = sorted({name.partition("/")[2] for name in shipped})
+            raise UnknownChoiceError("recipe", name_or_path, names, advice=advice)
+        if scale not in (None, *scales):
+            listed = ", ".join(scales)
+            raise RecipeError(f"the recipe {name_or_path!r} exists at scale {listed}, not {scale!r}; correct --scale")
+        where = f"{scale or scales[0]}/{name_or_path}"
+        text = shipped[where]
+    fields, changed = _extended(text, where), set()
     for override in overrides:
-        path = set_field(data, override)
+        path = set_field(fields, override)
         changed.add(path.partition(".")[0])
         # What the user sets counts for all methods, whatever was found for some; another form is refused later.
         with contextlib.suppress(KeyError, AttributeError, TypeError):
-            for found in data["tuned"]["values"].values():
+            for found in fields["tuned"]["values"].values():
                 for field in [field for field in found if f"{field}.".startswith(f"{path}.")]:
                     del found[field]
-    return _without_untrue(data, changed)
+    if base is not None and scale not in (None, fields.get("scale")):
+        said = fields.get("scale")
+        raise RecipeError(f"{where} is a recipe of scale {said!r}, not {scale!r}; leave out --scale")
+    from wellcond.lab.recipe import Recipe
+
+    try:
+        return Recipe.model_validate(_without_untrue(fields, changed)), base
+    except ValidationError as error:
+        raise RecipeError("\n  ".join([f"{where} is not a valid recipe:", *list_problems(error)])) from error
 
 
-def set_field(data: Fields, override: str) -> str:
-    """Apply ``path.to.field=value`` in place and return the path.
-
-    Raises: RecipeError if it is none, or leads through what has no fields.
-    """
+def set_field(data: dict[str, Any], override: str) -> str:
+    """Apply ``path.to.field=value`` in place and return the path."""
     path, equals, text = override.partition("=")
     path = path.strip()
     if not equals or not all(path.split(".")):
@@ -106,8 +92,8 @@ def set_field(data: Fields, override: str) -> str:
     return path
 
 
-def _extended(text: str, where: str) -> Fields:
-    """Fields of a recipe, on top of those of the shipped recipe it ``extends``."""
+def _extended(text: str, where: str) -> dict[str, Any]:
+    """dict[str, Any] of a recipe, on top of those of the shipped recipe it ``extends``."""
     data = read_yaml(text, where)
     if not isinstance(data, dict):
         raise RecipeError(f"{where}: expected a mapping of fields, found {type(data).__name__}")
@@ -126,21 +112,21 @@ DESCRIBED = {
     "title": {"data", "model", "task"},
     "description": {"augmentation", "data", "evaluation", "model", "optimizer", "schedule", "task", "training"},
 }
-"""Fields that a recipe's own title and description speak of: a change of one of them makes the text untrue."""
+"""dict[str, Any] that a recipe's own title and description speak of: a change of one of them makes the text untrue."""
 
 
-def _without_untrue(data: Fields, changed: set[str]) -> Fields:
-    """Fields without a title or description that would speak of other data, another model or another length."""
+def _without_untrue(data: dict[str, Any], changed: set[str]) -> dict[str, Any]:
+    """dict[str, Any] without a title or description that would speak of other data, another model or another length."""
     untrue = [key for key, fields in DESCRIBED.items() if changed & fields and key not in changed]
     return {key: value for key, value in data.items() if key not in untrue}
 
 
 LENGTHS = ("length", "every", "weights_every", "warmup", "cooldown")
-"""Fields that are given in epochs or in steps: one replaces the other."""
+"""dict[str, Any] that are given in epochs or in steps: one replaces the other."""
 
 
-def merge(base: Fields, changes: Fields) -> Fields:
-    """Fields of `changes` over those of `base`, mapping by mapping; one of another kind is replaced whole.
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """dict[str, Any] of `changes` over those of `base`, mapping by mapping; one of another kind is replaced whole.
 
     Example:
         >>> merge({"optimizer": {"name": "muon", "lr": 1}}, {"optimizer": {"lr": 2}})

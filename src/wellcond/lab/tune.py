@@ -19,13 +19,11 @@ from wellcond.lab.report.records import Metric
 from wellcond.lab.report.table import number
 from wellcond.lab.report.tuning import KIND, NAME, TunedPoint
 from wellcond.lab.settings import RecipeError, list_problems, plain_numbers
-from wellcond.lab.train.compare import Outcome, settings_hash
+from wellcond.lab.train.compare import Outcome, plan_comparison, settings_hash
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunError, read_sealed, write_sealed
 from wellcond.run_records import SCHEMA
 
-FOLDER = "tuning"
-"""Below the folder of the comparison."""
 UNSEEN = "the test split, which the search does not see"
 SEEN = (
     "the evaluation split, on which the search chose the values, since the recipe has no evaluation.test: only the "
@@ -36,10 +34,7 @@ Values = Mapping[str, float]
 
 
 def find_field(method: MethodSettings, name: str) -> tuple[str, str] | None:
-    """Where a method is tuned over a field: a mapping of its settings and the key there.
-
-    None if it has no such part, or sets the field itself.
-    """
+    """Where a method has a field to tune: a mapping of its settings and the key there; None if it sets it itself."""
     part, _, option = name.partition(".")
     if part in PARTS:
         return None if name in method.set else ("set", name)
@@ -49,10 +44,7 @@ def find_field(method: MethodSettings, name: str) -> tuple[str, str] | None:
 
 
 def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str | None = None) -> MethodSettings:
-    """The method with these values of its tuned fields, under its own label or another.
-
-    Raises: RecipeError for a value that its field does not take.
-    """
+    """The method with these values of its tuned fields, under its own label or another; RecipeError if it cannot be."""
     fields = method.model_dump() | {"label": label or method.label}
     for name, value in values.items():
         if place := find_field(method, name):
@@ -71,10 +63,7 @@ def show_values(values: Values) -> str:
 
 
 def extend_grid(values: Sequence[float], *, upwards: bool) -> float | None:
-    """The value beyond one end of a grid, by the mean factor between its values, to three digits.
-
-    None for a grid that ends at zero or below, which cannot grow by a factor.
-    """
+    """The value beyond one end of a grid, by the mean factor of its values, to three digits; None beyond zero."""
     positive = [value for value in values if value > 0]
     edge = max(values) if upwards else min(values)
     if len(positive) < 2 or edge <= 0:
@@ -83,41 +72,43 @@ def extend_grid(values: Sequence[float], *, upwards: bool) -> float | None:
     return plain_numbers(float(f"{edge * factor if upwards else edge / factor:.3g}"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """What is searched, and how."""
+    """A comparison: methods and seeds under one recipe, where they are run, and what each method searches before."""
 
     recipe: Recipe
-    grid: Mapping[str, tuple[float, ...]]
-    """The values of every field that each method tries, in ascending order."""
+    methods: tuple[MethodSettings, ...]
     seeds: tuple[int, ...]
-    """Of the search."""
-    test_seeds: tuple[int, ...]
-    growth: int
-    """How often a grid may grow in each direction."""
     folder: Path
     options: dict[str, Any] = field(default_factory=dict)
-    """Of every job."""
+    """Of every run."""
+    grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """The values of every tuned field that each method tries, in ascending order."""
+    tuning_seeds: tuple[int, ...] = ()
+    growth: int = 0
+    """How often a grid may grow in each direction."""
 
     @property
     def scored(self) -> str:
         """Which evaluation of a run counts: `best` where the test takes those weights, else `final`."""
         return "best" if self.recipe.evaluation.test == "best" else "final"
 
-    @property
-    def search_recipe(self) -> Recipe:
-        """The recipe of the search: the test split is not scored, and nothing is measured."""
-        evaluation = self.recipe.evaluation.model_copy(update={"test": None})
-        tracking = TrackingSettings(weights_every=None, jacobian_points=0)
-        return self.recipe.model_copy(update={"evaluation": evaluation, "tracking": tracking})
+    def jobs(self, methods: Sequence[MethodSettings]) -> list[Job]:
+        """Every run of some methods; raises RecipeError for what cannot be run."""
+        return plan_comparison(self.recipe, methods, self.seeds, self.folder, **self.options)
 
-    def check(self, methods: Sequence[MethodSettings]) -> None:
-        """Raise RecipeError for a field that no method has, or a value that it does not take.
-
-        Raise RunError if the folder holds another search.
-        """
+    def check(self) -> None:
+        """Raise RecipeError for what cannot be run or searched, RunError if the folder holds another search."""
+        self.jobs(self.methods)
+        if not self.grid:
+            return
+        if shared := sorted(set(self.tuning_seeds) & set(self.seeds)):
+            raise RecipeError(
+                f"--tuning-seeds: expected seeds that are not tested, found {', '.join(map(str, shared))} in both; "
+                "methods would be tested on the seeds that chose their values"
+            )
         for name, values in self.grid.items():
-            concerned = [method for method in methods if find_field(method, name)]
+            concerned = [method for method in self.methods if find_field(method, name)]
             if not concerned:
                 raise RecipeError(
                     f"--tune {name}: expected a field of the recipe that a method may set ({', '.join(PARTS)}), or "
@@ -126,7 +117,7 @@ class Plan:
             for method, value in itertools.product(concerned, values):
                 at_values(self.recipe, method, {name: value})
         former = read_tuning(self.folder)
-        if former and (former["seeds"], former["fields"]) != (list(self.seeds), list(self.grid)):
+        if former and (former["seeds"], former["fields"]) != (list(self.tuning_seeds), list(self.grid)):
             raise RunError(f"{self.folder} holds a search of other fields or with other seeds; give another folder")
 
 
@@ -149,11 +140,14 @@ class MethodSearch:
         return [values for values in grid if values and values not in tried]
 
     def job(self, values: Values, seed: int) -> Job:
-        """One run of the search."""
-        chosen = at_values(self.plan.recipe, self.method, values, f"{self.method.label}, {show_values(values)}")
+        """One run of the search, which does not score the test split, and measures nothing."""
+        recipe, label = self.plan.recipe, f"{self.method.label}, {show_values(values)}"
         name = "-".join(f"{field}-{value!r}" for field, value in values.items())
-        folder = self.plan.folder / FOLDER / self.method.slug / name / f"seed{seed}"
-        return Job(self.plan.search_recipe, chosen, seed, folder, **self.plan.options)
+        folder = self.plan.folder / "tuning" / self.method.slug / name / f"seed{seed}"
+        evaluation = recipe.evaluation.model_copy(update={"test": None})
+        tracking = TrackingSettings(weights_every=None, jacobian_points=0)
+        shortened = recipe.model_copy(update={"evaluation": evaluation, "tracking": tracking})
+        return Job(shortened, at_values(recipe, self.method, values, label), seed, folder, **self.plan.options)
 
     def take(self, values: Values, records: Sequence[dict[str, Any]]) -> None:
         """Note the scores of the runs at these values, one of each seed."""
@@ -207,36 +201,27 @@ class MethodSearch:
         }
 
 
-def search(
-    plan: Plan,
-    methods: Sequence[MethodSettings],
-    run: Callable[[list[Job], str], Outcome],
-) -> tuple[list[MethodSearch], Outcome | None]:
-    """Search all methods at once, stage by stage: first the grid, then where it grows.
+def search(plan: Plan, run: Callable[[list[Job]], Outcome]) -> tuple[list[MethodSearch], Outcome | None]:
+    """Search all methods at once, stage by stage: first the grid, then where it grows; nothing runs without a grid.
 
-    `run` does the jobs of a stage, which has a name; tuning.json is written after each. Returns the searches and, if it
-    was interrupted or runs failed, the outcome of that stage.
+    tuning.json is written after each stage. Returns the searches and, if a stage was interrupted or runs of it failed,
+    its outcome.
     """
-    searches = [MethodSearch(plan, method) for method in methods]
-    stage = "search"
+    searches = [MethodSearch(plan, method) for method in plan.methods]
     while new := [(found, values) for found in searches for values in found.missing]:
         # Runs of a seed share their data.
-        jobs = [found.job(values, seed) for seed in plan.seeds for found, values in new]
-        outcome = run(jobs, stage)
+        jobs = [found.job(values, seed) for seed in plan.tuning_seeds for found, values in new]
+        outcome = run(jobs)
         if outcome.interrupted or outcome.failures:
             return searches, outcome
         records = {(record["method"], record["seed"]): record for record in outcome.records}
         for job, (found, values) in zip(jobs, new, strict=False):
-            found.take(values, [records[job.method.label, seed] for seed in sorted(plan.seeds)])
+            found.take(values, [records[job.method.label, seed] for seed in sorted(plan.tuning_seeds)])
         if os.environ.get("RANK", "0") == "0":
             write_tuning(plan, searches)
         for found in searches:
             found.grow()
-        stage = "growth of the grids"
     return searches, None
-
-
-# tuning.json
 
 
 def write_tuning(plan: Plan, searches: Sequence[MethodSearch]) -> None:
@@ -253,10 +238,10 @@ def write_tuning(plan: Plan, searches: Sequence[MethodSearch]) -> None:
         "metric": next(asdict(found.metric) for found in searches if found.metric),
         "fields": list(plan.grid),
         "grid": {name: list(values) for name, values in plan.grid.items()},
-        "seeds": list(plan.seeds),
+        "seeds": list(plan.tuning_seeds),
         "growth": plan.growth,
         "scored": f"{plan.scored} evaluation on the evaluation split",
-        "test_seeds": sorted(plan.test_seeds),
+        "test_seeds": sorted(plan.seeds),
         "test_data": SEEN if plan.recipe.evaluation.test is None else UNSEEN,
         "methods": [*(row for row in former["methods"] if row["label"] not in labels), *rows],
     }

@@ -15,7 +15,6 @@ from wellcond.cli.app import OptionError
 from wellcond.cli.experiments import compare as compare_command_line
 from wellcond.errors import MissingExtraError, WellcondError
 from wellcond.lab.cluster import RaySettings, connected, worker_environment
-from wellcond.lab.settings import RecipeError
 
 pytestmark = pytest.mark.processes
 
@@ -27,9 +26,7 @@ GPU_MACHINES = [{"CPU": 4.0}, {"CPU": 16.0, "GPU": 2.0}]
     ("arguments", "message"),
     [
         ({"engine": "spark"}, "unknown engine: got 'spark', expected one of 'local', 'ray'"),
-        ({"engine": "ray", "gpus_per_run": 2}, "--gpus-per-run: expected 0 to 1, found 2"),
         ({"engine": "ray", "jobs": "many"}, "--jobs: expected auto or a number, found 'many'"),
-        ({"engine": "ray", "print_jobs": True}, "--print-jobs takes neither --tune nor --engine ray"),
     ],
 )
 def test_wrong_arguments_say_what_was_expected(arguments, message, tmp_path):
@@ -72,14 +69,17 @@ def test_a_recipe_without_threads_gets_a_machine(tmp_path):
 
 def test_folders_in_variables_are_those_of_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    passed = worker_environment({"WELLCOND_DATA": f"data{os.pathsep}/all", "HF_HOME": "hf", "HF_HUB_OFFLINE": "1"})
+    given = {"WELLCOND_DATA": f"data{os.pathsep}/all", "HF_HOME": "hf", "HF_HUB_OFFLINE": "1", "HF_TOKEN": "secret"}
+    passed = worker_environment(given)
+    assert "HF_TOKEN" not in passed
     assert passed["WELLCOND_DATA"].split(os.pathsep) == [str(tmp_path / "data"), "/all"]
     assert passed["HF_HOME"] == str(tmp_path / "hf") and passed["HF_HUB_OFFLINE"] == "1"
 
 
-def test_settings_are_checked_from_python_too():
-    with pytest.raises(RecipeError, match="gpus-per-run"):
-        RaySettings(gpus_per_run=-1)
+def test_a_run_has_one_gpu_at_most(run, tmp_path):
+    for option, value in (("--gpus-per-run", 2), ("--gpus-per-run", -1), ("--cpus-per-run", -1)):
+        chosen = ["--engine", "ray", option, value, "-o", tmp_path / "runs"]
+        assert run("compare", "--recipe", "digits", *chosen)[0] == 2 and not (tmp_path / "runs").exists()
 
 
 def test_a_cluster_that_ended_without_a_word_is_not_waited_for(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from lab.small import assert_same_run, small_job, stop_after
-from wellcond.lab.cluster import Home, pack, receive, unpack
+from wellcond.lab.cluster import Home, pack, unpack
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import FolderInUse, RunError, RunFolder
 
@@ -26,7 +26,7 @@ def test_a_run_that_was_sent_resumes_to_the_same_end(interrupted, tmp_path):
     sent = {name: content for name, content in files_of(interrupted).items() if name != "lock"}
     run_job(small_job(interrupted))
     here = tmp_path / "here"
-    receive(files, here)
+    unpack(files, here)
     assert files_of(here) == sent
     resumed = run_job(small_job(here))
     assert resumed["sessions"][1]["resumed_at_step"] == 8
@@ -39,9 +39,9 @@ def test_files_of_which_one_cannot_be_used_change_nothing(interrupted, tmp_path)
     run_job(small_job(interrupted))
     before, files = files_of(here), pack(interrupted)
     with pytest.raises(RunError, match="is outside the run's folder"):
-        receive(files | {"../last": b""}, here)
+        unpack(files | {"../last": b""}, here)
     assert {name: content for name, content in files_of(here).items() if ".partial" not in name} == before
-    receive(files, here)
+    unpack(files, here)
     assert files_of(here) == files_of(interrupted)
 
 
@@ -60,7 +60,7 @@ def test_nothing_is_written_outside_the_folder(tmp_path, name):
     folder.mkdir()
     (folder / "out").symlink_to(tmp_path)
     with pytest.raises(RunError, match="outside the run's folder"):
-        receive({"run.json": b"", name.format(tmp_path): b""}, folder)
+        unpack({"run.json": b"", name.format(tmp_path): b""}, folder)
     assert not (tmp_path / "outside").exists() and not (folder / "run.json").exists()
 
 
@@ -73,5 +73,5 @@ def test_home_knows_which_runs_begin_again_and_keeps_others_out_of_their_folders
     with RunFolder(interrupted).opened():
         home.tell(interrupted, {"event": "start"})
     assert [event["event"] for _, event in home.take()] == ["lost", "start"] and home.take() == []
-    home.end(interrupted)
+    home.end(interrupted, {})
     assert home.begin(interrupted, away=False) == {} and home.take() == []
