@@ -32,7 +32,11 @@ def compare(
     seeds: cli.Seeds = None,
     tune: Annotated[
         list[str] | None,
-        tuning_option(metavar="FIELD=VALUES", help="e.g. optimizer.lr=1e-3,3e-3: each finds its best on other seeds."),
+        tuning_option(
+            metavar="FIELD=VALUES",
+            help="e.g. optimizer.lr=1e-3,3e-3 or identity.lam=1,3: each method is tuned on other seeds, then tested on "
+            "fresh ones. Several fields: all combinations.",
+        ),
     ] = None,
     tuning_seeds: Annotated[str, tuning_option(metavar="SEEDS", help="How many, from 1000 on, or a list.")] = "2",
     tune_growth: Annotated[int, tuning_option(metavar="N", min=0, max=20, help="Most steps beyond a grid's edge.")] = 3,
@@ -46,7 +50,7 @@ def compare(
     engine: Annotated[str, ray_option(metavar="NAME", help="local, or ray.")] = "local",
     ray_address: Annotated[str | None, ray_option(metavar="ADDRESS", help="auto or HOST:6379; else a new one.")] = None,
     cpus_per_run: Annotated[
-        float | None, ray_option(metavar="N", min=0, help="By default the recipe's threads.")
+        float | None, ray_option(metavar="N", min=0, max=10_000, help="By default the recipe's threads.")
     ] = None,
     gpus_per_run: Annotated[float | None, ray_option(metavar="N", min=0, max=1, help="By default 1, if any.")] = None,
     cpu: cli.Cpu = False,

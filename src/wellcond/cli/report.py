@@ -59,7 +59,9 @@ def reproduce(
     list_all: Annotated[bool, Option("--list", help="List every id, and the runs that are there.")] = False,
     scale: Annotated[str, Option(metavar="NAME", help="tiny (CPU, minutes), small (GPU, hours) or paper.")] = "tiny",
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run nothing.")] = False,
-    records: Annotated[Path | None, Option(exists=True, help="Print committed records; run nothing.")] = None,
+    records: Annotated[
+        Path | None, Option(exists=True, file_okay=False, help="Print these records; run nothing.")
+    ] = None,
     methods: Annotated[str | None, Option(metavar="LIST", help="Only these methods, and default.")] = None,
     seeds: cli.Seeds = None,
     set: cli.Overrides = None,
