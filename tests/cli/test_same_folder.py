@@ -1,11 +1,15 @@
-"""Commands that share a folder, and folders that are deleted under a command."""
+"""Commands that share a folder or are stopped, and folders that are deleted under a command."""
 
+import os
 import shutil
+import signal
 import subprocess
 
 import pytest
 
-from lab.small import record, small_job, train_command
+from lab.held_runs import HELD
+from lab.small import logs, record, run, small_job, train_command
+from patience import PATIENCE
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError
 
@@ -32,3 +36,17 @@ def test_a_folder_deleted_during_its_run_is_an_error_and_is_not_made_again(tmp_p
     with pytest.raises(RunError, match=r"run.* could not be written: No such file or directory.*same command"):
         run_job(small_job(tmp_path / "run"), observe)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_preempted_command_resumes(hold, tmp_path):
+    command = [*train_command(tmp_path / "run", "default", HELD), "--trust-local-code"]
+    process = subprocess.Popen(command, env=os.environ | hold.environment, stderr=subprocess.PIPE)
+    hold.wait_for(1, process)
+    process.send_signal(signal.SIGTERM)  # what Slurm sends first
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and record(tmp_path / "run")["status"] == "interrupted"
+    run(command)
+    assert record(tmp_path / "run")["status"] == "finished"
+    assert logs(tmp_path / "run")["steps"][-1]["step"] == 24
