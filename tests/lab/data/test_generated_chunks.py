@@ -119,6 +119,7 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
 
 
 SCRIPT = """
+import signal
 import sys
 from lab.data.chunk_generators import CountingOptions, counting
 from wellcond.lab.data import load_data, register_generator, resolve_config
@@ -127,6 +128,7 @@ register_generator("counting", CountingOptions)(counting)
 def show(*event):
     print(*event, flush=True)
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
     options = {"record": sys.argv[1], "hold_from": int(sys.argv[2])}
     data = {"source": "generated", "generator": "counting", "num_train": 200, "num_evaluation": 1, "options": options}
     with progress_to(show):
