@@ -78,6 +78,9 @@ def find_problem(record: dict[str, Any]) -> str:
     """
     if changed := find_change(record):
         return changed
+    sessions = record.get("sessions") or []
+    if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
+        return "expected 'sessions' to be a list of mappings"
     wanted: dict[str, type] = {"method": str, "seed": int, "status": str}
     if record.get("metric") is not None or record.get("status") in COMPLETE:
         wanted["metric"] = dict  # a run that failed early has none
@@ -86,7 +89,8 @@ def find_problem(record: dict[str, Any]) -> str:
             return f"expected {key!r} to be {kind.__name__}, found {record.get(key)!r}"
     if record["status"] not in STATES:
         return f"expected a status of {', '.join(STATES)}, found {record['status']!r}"
-    if "metric" in wanted and not {"name", "higher_is_better"} <= set(record["metric"]):
+    metric = record.get("metric") or {}
+    if "metric" in wanted and not (isinstance(metric.get("name"), str) and "higher_is_better" in metric):
         return "expected 'metric' to have name and higher_is_better"
     if record["status"] == "finished" and record.get("final") is None:
         return "expected 'final' to be a mapping, found None, though the run is finished"

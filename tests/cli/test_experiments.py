@@ -102,6 +102,13 @@ def test_runs_of_train_are_those_of_a_comparison(wellcond, tmp_path, monkeypatch
     assert wellcond("report", tmp_path / "runs/digits-tiny", "--no-pictures")[0] == 0
 
 
+def test_train_takes_the_label_of_a_method_of_the_recipe(wellcond, fails, tmp_path):
+    mine = [*CHANGES, "--set", "methods=[default, {label: mine, init: conditioned}]"]
+    assert wellcond("train", "digits", "--method", "mine", "-q", "-o", tmp_path / "run", *mine)[0] == 0
+    assert record(tmp_path / "run")["method"] == "mine"
+    assert "expected methods to compare, found none" in fails("compare", "--recipe", "digits", "--set", "methods=[]")
+
+
 def without_times(text):
     return [{key: value for key, value in json.loads(row).items() if key != "seconds"} for row in text.splitlines()]
 

@@ -1,10 +1,13 @@
 """What engines that run several jobs at once share."""
 
+from dataclasses import replace
+
 import pytest
 
 from lab.small import small_job
 from wellcond.errors import WellcondError
 from wellcond.lab.train.compare import Dispatch
+from wellcond.lab.train.run import run_job
 
 
 def test_a_job_that_loses_its_worker_twice_has_failed(tmp_path):
@@ -30,3 +33,20 @@ def test_an_error_for_all_is_raised(tmp_path):
     dispatch = Dispatch([small_job(tmp_path)], lambda *told: None)
     with pytest.raises(WellcondError, match="no such data"):
         dispatch.handle(dispatch.waiting[0], ("error for all", "no such data"))
+
+
+def test_complete_runs_need_no_worker_and_wrong_ones_are_told_at_once(tmp_path):
+    done, other = small_job(tmp_path / "a"), small_job(tmp_path / "a", "polar")
+    run_job(done)
+    events = []
+    dispatch = Dispatch([done, other], lambda job, event: events.append(event["event"]))
+    dispatch.skip_complete()
+    assert not dispatch.waiting and events == ["end", "failed"] and len(dispatch.outcome.records) == 1
+    assert f"{tmp_path / 'a'} holds a run under other settings" in dispatch.outcome.failures[0][1]
+    without = replace(done, keep_checkpoints=False)
+    dispatch = Dispatch([without], lambda *told: None)
+    dispatch.skip_complete()
+    assert list(dispatch.waiting) == [without]  # its checkpoints are still there
+    run_job(without)
+    dispatch.skip_complete()
+    assert not dispatch.waiting and not (tmp_path / "a" / "checkpoints").exists()

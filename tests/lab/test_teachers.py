@@ -122,6 +122,8 @@ def test_missing_parts_of_a_run_are_named(runs, tmp_path):
     with pytest.raises(RecipeError, match=r"no run in .*nowhere: expected run.json"):
         student("weight_selection(teacher=nowhere)", tmp_path)
     rewritten(runs, tmp_path, lambda record: None)
+    checkpoint(tmp_path / "run").with_name("optimizer.safetensors").unlink()  # which only resuming needs
+    student("weight_selection(teacher=run)", tmp_path)
     checkpoint(tmp_path / "run").write_bytes(b"damaged")
     with pytest.raises(wellcond.WellcondError, match=r"step-.*is damaged .model.safetensors .*delete"):
         student("weight_selection(teacher=run)", tmp_path)

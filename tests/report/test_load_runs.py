@@ -97,7 +97,10 @@ def test_missing_files(folder):
         ({"status": "asleep"}, "expected a status of running"),
         ({"seed": "zero"}, "expected 'seed' to be int"),
         ({"metric": {}}, "expected 'metric' to have name"),
+        ({"metric": {"name": [], "higher_is_better": True}}, "expected 'metric' to have name"),
         ({"final": 3}, "expected 'final' to be a mapping"),
+        ({"sessions": {"0": {}}}, "expected 'sessions' to be a list of mappings"),
+        ({"sessions": ["first"]}, "expected 'sessions' to be a list of mappings"),
     ],
 )
 def test_bad_records_name_file_and_problem(folder, values, said):

@@ -149,6 +149,40 @@ def test_packing_again_replaces_runs_and_keeps_what_is_not_its_own(tmp_path):
     assert (home / "README.md").read_text() == "mine" and len(load_comparisons(home)) == 2
 
 
+def test_what_was_packed_stays_if_it_cannot_be_replaced(tmp_path, monkeypatch):
+    full = write_comparison(tmp_path / "full", complete([FakeMethod("default", {0: 0.9, 1: 0.8})]))
+    [home] = pack(full, tmp_path / "packed")
+    kept = sorted(home.rglob("seed*.json"))
+
+    def full_disk(path, content):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("wellcond.lab.report.pack.write_atomically", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        pack(full, tmp_path / "packed")
+    assert sorted(home.rglob("seed*.json")) == kept and len(kept) == 2
+
+
+def test_other_files_named_like_packed_runs_are_left_alone(tmp_path):
+    full = write_comparison(tmp_path / "full", complete([FakeMethod("default", {0: 0.9, 1: 0.8})]))
+    for folder in (full, tmp_path / "packed"):
+        (folder / "notes").mkdir(parents=True)
+        (folder / "notes" / "seeds.json").write_text("{}")
+    assert len(load_comparisons(full)[0].runs) == 2
+    pack(str(full), tmp_path / "packed")
+    assert (tmp_path / "packed" / "notes" / "seeds.json").exists()
+
+
+def test_runs_of_train_in_folders_of_any_name(tmp_path):
+    for label, value in (("default", 0.8), ("polar", 0.9)):
+        made = write_comparison(tmp_path / label, [FakeMethod(label, {0: value})])
+        (made / "comparison.json").unlink()
+        shutil.move(made / label / "seed0", tmp_path / "full" / f"my {label}")
+    pack(tmp_path / "full", tmp_path / "packed")
+    [comparison] = load_comparisons(str(tmp_path / "packed"))
+    assert comparison.methods == ("default", "polar") and comparison.of("polar")[0].value == 0.9
+
+
 def test_runs_of_train_without_a_comparison(tmp_path):
     for label in ("default", "polar"):
         write_run(tmp_path / "teachers", FakeMethod(label, {0: 0.9}), 0)
@@ -161,9 +195,9 @@ def test_the_slug_of_a_record_leads_nowhere_else(tmp_path):
     folder = write_comparison(tmp_path / "full", [FakeMethod("default", {0: 0.9})])
     path = folder / "default" / "seed0" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"slug": "../../../out"}))
-    pack(folder, tmp_path / "packed")
-    assert not (tmp_path / "out").exists()
-    assert list(tmp_path.rglob("seed0.json")) == [tmp_path / "packed" / "default" / "seed0.json"]
+    with pytest.raises(RunRecordError, match=r"would be written to ../../../out/seed0.json"):
+        pack(folder, tmp_path / "packed")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.rglob("seed0.json"))
 
 
 def test_samples_of_one_seed_are_kept(tmp_path):

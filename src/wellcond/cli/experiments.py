@@ -140,7 +140,8 @@ def train(
     from wellcond.lab.methods import parse_methods
     from wellcond.lab.train.run import Job
 
-    asked = [loaded.method] if method is None else parse_methods(method)
+    labelled = [known for known in loaded.methods if known.label == method]
+    asked = labelled or ([loaded.method] if method is None else parse_methods(method))
     if len(asked) != 1:
         raise cli.OptionError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")
     chosen = loaded.at_tuned(asked[0])

@@ -93,7 +93,7 @@ def set_field(data: dict[str, Any], override: str) -> str:
 
 
 def _extended(text: str, where: str) -> dict[str, Any]:
-    """dict[str, Any] of a recipe, on top of those of the shipped recipe it ``extends``."""
+    """Fields of a recipe, on top of those of the shipped recipe it ``extends``."""
     data = read_yaml(text, where)
     if not isinstance(data, dict):
         raise RecipeError(f"{where}: expected a mapping of fields, found {type(data).__name__}")
@@ -112,21 +112,21 @@ DESCRIBED = {
     "title": {"data", "model", "task"},
     "description": {"augmentation", "data", "evaluation", "model", "optimizer", "schedule", "task", "training"},
 }
-"""dict[str, Any] that a recipe's own title and description speak of: a change of one of them makes the text untrue."""
+"""Fields that a recipe's own title and description speak of: a change of one of them makes the text untrue."""
 
 
 def _without_untrue(data: dict[str, Any], changed: set[str]) -> dict[str, Any]:
-    """dict[str, Any] without a title or description that would speak of other data, another model or another length."""
+    """Fields without a title or description that would speak of other data, another model or another length."""
     untrue = [key for key, fields in DESCRIBED.items() if changed & fields and key not in changed]
     return {key: value for key, value in data.items() if key not in untrue}
 
 
 LENGTHS = ("length", "every", "weights_every", "warmup", "cooldown")
-"""dict[str, Any] that are given in epochs or in steps: one replaces the other."""
+"""Fields that are given in epochs or in steps: one replaces the other."""
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """dict[str, Any] of `changes` over those of `base`, mapping by mapping; one of another kind is replaced whole.
+    """Fields of `changes` over those of `base`, mapping by mapping; one of another kind is replaced whole.
 
     Example:
         >>> merge({"optimizer": {"name": "muon", "lr": 1}}, {"optimizer": {"lr": 2}})

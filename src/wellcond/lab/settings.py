@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -101,7 +101,7 @@ def choose_by_name(what: str, *settings: type[Settings], field: str = "name") ->
     def choose(raw: Any) -> Any:
         if isinstance(raw, Settings):
             return raw
-        name = raw.get(field) if isinstance(raw, dict) else None
+        name = raw.get(field) if isinstance(raw, Mapping) else None
         if name not in list(kinds):
             advice = "" if name else f"expected a mapping such as {{{field}: {min(kinds)}}}, found {raw!r}"
             raise UnknownChoiceError(what, name, sorted(kinds), advice=advice)

@@ -73,12 +73,17 @@ class GeneratedConfig(SourceConfig):
     """Samples of a third split, named test; 0 for none."""
     seed: int = 0
 
+    @field_validator("generator")
+    @classmethod
+    def _is_registered(cls, name: str) -> str:
+        check_choice("data generator", name, sorted(GENERATORS))
+        return name
+
     @field_validator("options", mode="before")
     @classmethod
     def _of_the_generator(cls, options: Any, info: ValidationInfo) -> GeneratorOptions:
-        name = info.data.get("generator")
-        check_choice("data generator", name, sorted(GENERATORS))
-        return GENERATORS[str(name)][0].model_validate(options)
+        name = info.data.get("generator")  # absent if it is wrong
+        return GeneratorOptions() if name is None else GENERATORS[name][0].model_validate(options)
 
 
 @register_source(GeneratedConfig)

@@ -355,7 +355,9 @@ def _input_kind(table: TableDataset, columns: tuple[str, ...]) -> Literal["image
             )
         values = table.data.data.column(name)
         if values.null_count:
-            raise _no_value(table, values.to_pylist().index(None), name)
+            import pyarrow.compute as compute
+
+            raise _no_value(table, compute.index(compute.is_null(values), True).as_py(), name)
     assert kind is not None
     return kind
 

@@ -113,7 +113,7 @@ def curve_panel(name: str, title: str, y_label: str, curves: Curves, *, log: boo
             values = np.log10(values) if log else values
             mean, spread = float(values.mean()), float(values.std(ddof=1)) if len(tables) > 1 else 0.0
             for seed, value in ((MEAN, mean), (LOW, mean - spread), (HIGH, mean + spread)):
-                rows.append(Row(method, seed, step, tables[0][step][0], 10**value if log else value))
+                rows.append(Row(method, seed, step, tables[0][step][0], 10 ** min(value, 308.0) if log else value))
     return Panel(name, title, y_label, rows, log)
 
 

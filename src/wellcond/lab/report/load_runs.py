@@ -80,6 +80,7 @@ def load_comparisons(folder: Path) -> list[Comparison]:
     (`wellcond pack`) are files `METHOD/seedN.json` below their `comparison.json`. No run at all, or a file that is
     broken or of another version, is a RunRecordError.
     """
+    folder = Path(folder)
     described = {path.parent: read_json(path, "wellcond-comparison") for path in folder.rglob("comparison.json")}
     grouped: dict[Path, list[Run]] = {}
     for path in sorted(folder.rglob("run.json")):
@@ -91,7 +92,9 @@ def load_comparisons(folder: Path) -> list[Comparison]:
         home = next((above for above in inside if above in described), inside[2] if len(inside) > 2 else folder)
         grouped.setdefault(home, []).append(Run(place, read_json(path, "wellcond-run")))
     for home, stored in described.items():
-        shared = stored.get("shared", {})
+        shared = stored.get("shared")
+        if shared is None:
+            continue
         if not isinstance(shared, dict):
             raise RunRecordError(home / "comparison.json", "expected 'shared' to be a mapping", "Pack the runs again.")
         mark, packed = checksum(shared)[:MARK], sorted(home.glob("*/seed*.json"))

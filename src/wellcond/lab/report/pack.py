@@ -57,6 +57,8 @@ def _pack_one(comparison: Comparison, home: Path) -> Path:
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary) / home.name
         for name, record in _records(comparison):
+            if not (made / name).resolve().is_relative_to(made.resolve()):
+                raise RunRecordError(comparison.folder, f"a run would be written to {name}", "Correct its slug.")
             (made / name).parent.mkdir(parents=True, exist_ok=True)
             (made / name).write_text(to_json(seal(record), compact=True) + "\n", "utf-8")
         [packed] = load_comparisons(made)
@@ -69,12 +71,13 @@ def _pack_one(comparison: Comparison, home: Path) -> Path:
         (made / "report" / "report.md").write_text(render_markdown(after), "utf-8")
         if any(run.fine_tuned() for run in packed.runs):
             rebuild_glue(made).with_suffix(".csv").unlink()
-        for path in [*home.glob("*/seed*.json"), *home.glob(TUNING_FILE)]:  # some may have no successor
-            path.unlink()
-        for path in [path for path in sorted(made.rglob("*")) if path.is_file()]:
-            place = home / path.relative_to(made)
+        former = [*home.glob("*/seed*.json"), *home.glob(TUNING_FILE)] if stored.is_file() else []
+        places = {home / path.relative_to(made): path for path in sorted(made.rglob("*")) if path.is_file()}
+        for place, path in places.items():
             place.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(place, path.read_bytes())
+        for path in set(former) - set(places):
+            path.unlink()
     return home
 
 
@@ -85,7 +88,7 @@ def _records(comparison: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
     shared, rests = share([_whole(run, with_samples=run is shown.get(run.method)) for run in runs])
     known = {"schema": SCHEMA, "kind": records.PACKED, "shared": checksum(shared)[:MARK]}
     for run, rest in zip(runs, rests, strict=True):
-        yield f"{run.folder.parent.name}/seed{run.seed}.json", rest | known
+        yield f"{run.record.get('slug') or run.folder.parent.name}/seed{run.seed}.json", rest | known
     # Runs of `train` have no comparison.json; all but its name follows from them.
     stored: dict[str, Any] = {"schema": SCHEMA, "kind": "wellcond-comparison", "name": comparison.name}
     if (comparison.folder / "comparison.json").is_file():

@@ -132,9 +132,12 @@ def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
 
 
 def what_was_built(comparison: Comparison) -> str:
-    """The model by its name, and what the recipe built it with."""
+    """The model by its name, what the recipe built it with, and what it changed in it."""
     model = comparison.runs[0].part("config").get("model") or {}
-    return ", ".join([str(model.get("name")), *(f"{key} {value}" for key, value in model.get("arguments", {}).items())])
+    changes = {key: model.get(key) for key in ("norms", "qk_norm", "layer_scale")}
+    changed = {key: value for key, value in changes.items() if value not in (None, False, "keep")}
+    settings = (model.get("arguments") or {}) | changed
+    return ", ".join([str(model.get("name")), *(f"{key} {value}" for key, value in settings.items())])
 
 
 def what_ran(comparison: Comparison, paper: AtScale | None = None) -> Iterator[str]:

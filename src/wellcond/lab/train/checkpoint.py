@@ -170,20 +170,26 @@ def read_checkpoint(place: Path) -> dict[str, Any]:
     """The plain data of a checkpoint, all of whose files are checked (RunError); every rank must call it."""
     state, problem = {}, ""
     try:
-        state = json.loads((place / "state.json").read_text("utf-8"))
-        if changed := find_change(state):
-            raise ValueError(f"state.json {changed}")
-        if state["step"] != int(place.name.removeprefix("step-")):
-            raise ValueError(f"it is of step {state['step']}")
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        for name in list(state["files"])[_rank() :: ranks]:  # each file is read by one rank
-            if _sum(place / name) != state["files"][name]:
-                raise ValueError(f"{name} was changed after it was written: its checksum does not match")
+        state = _read_state(place, share=slice(_rank(), None, ranks))  # each file is read by one rank
     except Exception as error:
         problem = str(error) or type(error).__name__
     with _damage(place):
         if problems := list(filter(None, _gather(problem))):
             raise ValueError(problems[0])
+    return state
+
+
+def _read_state(place: Path, kind: str = "", share: slice = slice(None)) -> dict[str, Any]:
+    """state.json; raises an error if it, or a file of this kind and share, is missing, damaged or of another step."""
+    state: dict[str, Any] = json.loads((place / "state.json").read_text("utf-8"))
+    if changed := find_change(state):
+        raise ValueError(f"state.json {changed}")
+    if state["step"] != int(place.name.removeprefix("step-")):
+        raise ValueError(f"it is of step {state['step']}")
+    for name in [name for name in state["files"] if name.startswith(kind)][share]:
+        if _sum(place / name) != state["files"][name]:
+            raise ValueError(f"{name} was changed after it was written: its checksum does not match")
     return state
 
 
@@ -244,8 +250,9 @@ def read_finished_run(path: Path, field: str, instead: str) -> tuple[dict[str, A
     if record["status"] != "finished" or place is None:
         found = "has no checkpoint" if place is None else f"is not finished but {record['status']}"
         raise RecipeError(f"{field}: the run in {path} {found}")
-    marks, weights = read_checkpoint(place)["logs"], place / "model.safetensors"
+    weights = place / "model.safetensors"
     with _damage(place):
+        marks = _read_state(place, "model")["logs"]
         if marks != record.get("logs", marks):
             raise ValueError("it is of another run than run.json")
         if not weights.exists():

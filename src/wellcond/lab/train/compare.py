@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
 import os
@@ -49,6 +48,8 @@ def plan_comparison(
 ) -> list[Job]:
     """All runs, seed by seed, so that an interrupted comparison has complete pairs; each at its tuned values."""
     check_distinct(methods)
+    if not methods:
+        raise RecipeError("expected methods to compare, found none; give --methods, or `methods` in the recipe")
     if recipe.baseline not in [method.label for method in methods]:
         raise RecipeError(f"the baseline {recipe.baseline!r} is not among the methods; add it, or set baseline")
     tuned = [recipe.at_tuned(method) for method in methods]
@@ -155,11 +156,16 @@ class Dispatch:
     def skip_complete(self) -> None:
         """Take complete runs out of the queue: they need no worker."""
         for job in list(self.waiting):
-            with contextlib.suppress(WellcondError):  # a worker says what is wrong with a record
-                if (record := complete_record(job)) is not None:
-                    self.waiting.remove(job)
-                    self.handle(job, ("event", {"event": "end", "record": record}))
-                    self.handle(job, ("record", record))
+            try:
+                record = complete_record(job)
+            except WellcondError as error:
+                self.waiting.remove(job)
+                self.handle(job, ("error", str(error)))
+                continue
+            if record is not None and (job.keep_checkpoints or not (job.folder / "checkpoints").exists()):
+                self.waiting.remove(job)
+                self.handle(job, ("event", {"event": "end", "record": record}))
+                self.handle(job, ("record", record))
 
     def stop(self) -> None:
         """Empty the queue."""
