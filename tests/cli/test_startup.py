@@ -50,7 +50,7 @@ RANDOM = [VIT, "--input", "random"]
     ("call", "words"),
     [
         (["inspect", VIT, "--weights", "none.pt"], "does not exist"),
-        (["reproduce", "C-T1", "--records", __file__], "is a file"),
+        (["reproduce", "C-T1", "--records", __file__], "Invalid value for '--records'"),
         (["inspect", VIT, "--model-arg", "depth"], "expected key=value"),
         (["inspect", VIT, "--model-arg", "pretrained=true"], "which loads files or code"),
         (["inspect", "vit"], "unknown MODEL"),
