@@ -121,10 +121,6 @@ def test_listed_commands_run(path, desk):
 
 
 # Slurm's two commands, as far as the documents use them.
-SBATCH = """#!/bin/bash
-last=${1#--array=1-}
-for task in $(seq $last); do SLURM_ARRAY_TASK_ID=$task bash $2; done
-"""
 SRUN = """#!/bin/bash
 exec "$@"
 """
@@ -141,14 +137,18 @@ main()
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="the mirror of the data sets is neither in WELLCOND_DATA nor beside us")
 def test_the_scripts_for_slurm_run(desk):
-    lines, job = blocks_of(ROOT / "docs" / "cluster.md", "sh")
-    (desk / "job.sh").write_text(job)
+    job, lines = blocks_of(ROOT / "docs" / "cluster.md", "sh")
     (desk / "bin").mkdir()
-    for name, content in {"sbatch": SBATCH, "srun": SRUN, "wellcond": WELLCOND}.items():
+    for name, content in {"srun": SRUN, "wellcond": WELLCOND}.items():
         (desk / "bin" / name).write_text(content)
         (desk / "bin" / name).chmod(0o755)
     paths = {"PATH": f"{desk / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(["bash", "-e", "-c", lines], env=os.environ | paths, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len((desk / "jobs.txt").read_text().splitlines()) == 2
-    assert (desk / "runs/vit/report/report.html").is_file()
+    array = [(job, {"SLURM_ARRAY_TASK_ID": str(task)}) for task in range(2)]
+    for script, task in [*array, (lines.replace("vit-small", "vit-tiny"), {})]:
+        before = {path: path.stat().st_mtime_ns for path in desk.rglob("run.json")}
+        done = subprocess.run(
+            ["bash", "-e", "-c", script], env=os.environ | paths | task, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert len(before) == 2 and {path: path.stat().st_mtime_ns for path in desk.rglob("run.json")} == before
+    assert (desk / "runs/vit-tiny/report/report.html").is_file()
