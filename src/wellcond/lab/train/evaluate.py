@@ -39,7 +39,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the average for a while, and the other way round."""
+        """Swap weights and average; swaps them back at the end."""
         self._swap()
         try:
             yield
@@ -50,9 +50,9 @@ class WeightAverage:
     def _swap(self) -> None:
         reshard_(self._model)  # after a forward pass without a backward, FSDP2 would use gathered weights once more
         for name, weight in self._weights.items():
-            weight_now = weight.detach().clone()
+            current = weight.detach().clone()
             weight.copy_(self.state[name])
-            self.state[name].copy_(weight_now)
+            self.state[name].copy_(current)
 
     def load_(self, state: dict[str, Tensor]) -> None:
         """Take the values of a checkpoint."""
