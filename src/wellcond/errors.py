@@ -116,6 +116,10 @@ class EvidenceWarning(UserWarning):
     """Our records say that this hurts models like the one at hand."""
 
 
+class FairnessWarning(UserWarning):
+    """Methods of a comparison do not train at the values that were searched for them, since others have none."""
+
+
 class CheckpointWarning(UserWarning):
     """A checkpoint was accepted under an interpretation that the user should know of."""
 

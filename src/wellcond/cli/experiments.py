@@ -68,15 +68,19 @@ def compare(
     loaded, base = _load(recipe, scale, set, data, input, label, quiet=quiet or json)
     from wellcond.cli.runs import Comparison
     from wellcond.lab.cluster import RaySettings
+    from wellcond.lab.fair import settle_methods
     from wellcond.lab.methods import parse_methods
 
     if engine == "ray" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise cli.OptionError("--engine ray starts its own processes; run the command once, without torchrun")
+    asked = loaded.methods if methods is None else parse_methods(methods)
+    # Runs of the same method at its searched rate, if there are any, are in the folder without an ending.
+    ending = "-tuned" if tune else "-untuned" if settle_methods(loaded, asked).lacking else ""
     comparison = Comparison(
         loaded,
-        methods=loaded.methods if methods is None else parse_methods(methods),
+        methods=asked,
         seeds=numbers or loaded.seeds,
-        folder=folder or Path("runs") / f"{loaded.name}-{loaded.scale}{'-tuned' * bool(tune)}",
+        folder=folder or Path("runs") / f"{loaded.name}-{loaded.scale}{ending}",
         options={"base": base, "cpu": cpu, "local_code": trust_local_code},
         grid=grid, tuning_seeds=tuning, growth=tune_growth,
         ray=RaySettings(ray_address, cpus_per_run, gpus_per_run) if engine == "ray" else None,
@@ -137,6 +141,7 @@ def train(
     cli.need_train_extra()
     loaded, base = _load(recipe, scale, set, data, input, label, quiet=quiet or json)
     from wellcond.cli import runs
+    from wellcond.lab.fair import describe_rate
     from wellcond.lab.methods import parse_methods
     from wellcond.lab.train.run import Job
 
@@ -145,6 +150,8 @@ def train(
     if len(asked) != 1:
         raise cli.OptionError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")
     chosen = loaded.at_tuned(asked[0])
+    if cli.is_rank_zero() and not quiet and not json:
+        typer.echo(f"{chosen.label}: {describe_rate(loaded, asked[0])}", err=True)
     place = folder or Path("runs") / f"{loaded.name}-{loaded.scale}" / chosen.slug / f"seed{seed}"
     job = Job(loaded, chosen, seed, place, base=base, cpu=cpu, local_code=trust_local_code)
     with runs.training_in(place):

@@ -123,8 +123,9 @@ def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: b
     from wellcond.lab.train.glue import plan_glue
 
     comparison = Comparison(study.recipe, study.methods, study.seeds, study.folder, at_once=at_once, silent=silent)
+    comparison.rates = study.rates.note
     comparison.describe()
-    comparison.say(f"{study.name}: {study.missing} of {study.runs} runs to do")
+    comparison.say(f"{study.name}: {study.missing} of {study.runs} runs to do", study.rates.note)
     outcomes = [comparison.run(study.jobs)]
     if study.glue_folders and not outcomes[0].interrupted:
         plan = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu)

@@ -25,6 +25,7 @@ from wellcond.errors import WellcondError
 from wellcond.files import to_json
 from wellcond.lab import tune
 from wellcond.lab.cluster import RaySettings
+from wellcond.lab.fair import settle_methods
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.records import RunRecordError
@@ -127,7 +128,10 @@ def tell_end(outcome: Outcome, *, as_json: bool = False, **more: Any) -> int:
     out = make_console()
     if as_json and is_rank_zero():
         shown = ("method", "seed", "status", "reason", "final", "best", "test", "seconds", "config_hash")
-        rows = [{name: record[name] for name in shown if name in record} for record in outcome.records]
+        rows = [
+            {name: record[name] for name in shown if name in record} | {"lr": record["config"]["optimizer"]["lr"]}
+            for record in outcome.records
+        ]
         rows += [
             {"method": job.method.label, "seed": job.seed, "status": "failed", "reason": problem}
             for job, problem in outcome.failures
@@ -181,6 +185,8 @@ class Comparison(tune.Plan):
     silent: bool = False
     """Whether nothing is printed for people while it runs."""
     report: bool = True
+    rates: str = ""
+    """Which learning rates the methods have, and where those are from."""
 
     def __post_init__(self) -> None:
         self.silent |= not is_rank_zero()
@@ -188,7 +194,7 @@ class Comparison(tune.Plan):
     def describe(self) -> None:
         """Write comparison.json; raises RunError if the folder holds another comparison."""
         if is_rank_zero():
-            write_comparison(self.folder, self.recipe, self.methods, self.seeds)
+            write_comparison(self.folder, self.recipe, self.methods, self.seeds, self.rates)
 
     def say(self, *lines: str) -> None:
         """Print lines for people."""
@@ -201,14 +207,16 @@ class Comparison(tune.Plan):
 
     def compare(self) -> int:
         """The search, if there is one, every run, and the report; returns the exit code."""
-        recipe, count = self.recipe, len(self.seeds)
-        self.methods = tuple(recipe.at_tuned(method, but=self.grid) for method in self.methods)
+        settled, count = settle_methods(self.recipe, self.methods, but=self.grid), len(self.seeds)
+        self.methods, self.rates = settled.methods, settled.note
+        self.recipe = recipe = self.recipe.model_copy(update={"tuned": None})  # it is settled once, before any search
         self.check()
         with training_in(self.folder):
             self.describe()
             self.say(
                 f"{recipe.title or recipe.name} ({recipe.scale}): {len(self.methods)} methods x {count} seeds; runs "
-                f"with the same seed share data order and all other weights. Folder: {self.folder}"
+                f"with the same seed share data order and all other weights. Folder: {self.folder}",
+                *([self.rates] if self.rates else []),
             )
             if self.grid:
                 self.say(f"search on seeds {', '.join(map(str, self.tuning_seeds))}, then test on {count} fresh seeds")
@@ -222,7 +230,8 @@ class Comparison(tune.Plan):
                 if not self.silent:
                     self.say(*self.foresee_power(searches))
                 outcome = self.run(self.jobs([found.tuned() for found in searches]))
-        more = {"tuning": tune.read_tuning(self.folder)} if self.grid else {}
+        more: dict[str, Any] = {"rates": self.rates} if self.rates else {}
+        more |= {"tuning": tune.read_tuning(self.folder)} if self.grid else {}
         code = tell_end(outcome, as_json=self.as_json, **more)
         if self.report and is_rank_zero() and any(record["final"] for record in outcome.records):
             print_report(self.folder, quiet=self.silent)

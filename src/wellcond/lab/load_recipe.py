@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -60,6 +61,7 @@ def load_recipe(
         where = f"{scale or scales[0]}/{name_or_path}"
         text = shipped[where]
     fields, changed = _extended(text, where), set()
+    before = copy.deepcopy(fields)
     for override in overrides:
         path = set_field(fields, override)
         changed.add(path.partition(".")[0])
@@ -68,6 +70,7 @@ def load_recipe(
             for found in fields["tuned"]["values"].values():
                 for field in [field for field in found if f"{field}.".startswith(f"{path}.")]:
                     del found[field]
+    _note_changes(before, fields, where)
     if base is not None and scale not in (None, fields.get("scale")):
         said = fields.get("scale")
         raise RecipeError(f"{where} is a recipe of scale {said!r}, not {scale!r}; leave out --scale")
@@ -79,16 +82,16 @@ def load_recipe(
         raise RecipeError("\n  ".join([f"{where} is not a valid recipe:", *list_problems(error)])) from error
 
 
-def set_field(data: dict[str, Any], override: str) -> str:
+def set_field(data: dict[str, Any], override: str, what: str = "--set") -> str:
     """Apply ``path.to.field=value`` in place and return the path."""
     path, equals, text = override.partition("=")
     path = path.strip()
     if not equals or not all(path.split(".")):
-        raise RecipeError(f"--set: expected path.to.field=value, found {override!r}")
+        raise RecipeError(f"{what}: expected path.to.field=value, found {override!r}")
     try:
         set_path(data, path, read_yaml(text, "the value"))
     except ValueError as error:
-        raise RecipeError(f"--set {override}: {error}") from error
+        raise RecipeError(f"{what} {override}: {error}") from error
     return path
 
 
@@ -104,8 +107,57 @@ def _extended(text: str, where: str) -> dict[str, Any]:
     if base not in list(shipped):
         raise RecipeError(f"{where}: extends: {UnknownChoiceError('recipe', base, list(shipped))}")
     inherited = _extended(shipped[base], base)
-    inherited.pop("tuned", None)  # found for that one
-    return merge(_without_untrue(inherited, set(data)), data)
+    own = "tuned" in data
+    if own:
+        inherited.pop("tuned", None)
+    merged = merge(_without_untrue(inherited, set(data)), data)
+    if not own:
+        _note_changes(inherited, merged, where)
+    return merged
+
+
+WITHOUT_EFFECT = {
+    "data.limit_evaluation", "data.limit_test", "data.num_evaluation", "data.num_test",
+    "precision.compile", "training.accumulate", "training.diverged_above", "training.log_every", "training.threads",
+    "training.workers",
+}  # fmt: skip
+"""Fields that change nothing about how a model trains."""
+TRAINED = ("task", "data", "model", "proxy", "optimizer", "schedule", "augmentation", "training", "precision")
+"""Parts of a recipe that searched values depend on."""
+
+
+def _note_changes(before: dict[str, Any], after: dict[str, Any], where: str) -> None:
+    """Put into `tuned.changed` the fields that have other values than in the recipe and than in its search."""
+    tuned, former = after.get("tuned"), before.get("tuned")
+    if not isinstance(tuned, dict) or not isinstance(former, dict):
+        return  # none, or what the user sets now; another form is refused when it is validated
+    settings, noted, values = (former.get(key) or [] for key in ("settings", "changed", "values"))
+    if not isinstance(settings, list) or not isinstance(noted, list) or not isinstance(values, dict):
+        return
+    searched = copy.deepcopy(before)
+    for override in settings:
+        set_field(searched, str(override), f"{where}: tuned.settings")
+    old, new, other = (
+        dict(_leaves({part: fields.get(part) for part in TRAINED})) for fields in (before, after, searched)
+    )
+    tuned_fields = {field for found in values.values() if isinstance(found, dict) for field in found}
+    changed = [
+        ".".join(path[:2])
+        for path in {**old, **new}
+        if new.get(path) not in (old.get(path), other.get(path)) and ".".join(path) not in tuned_fields
+    ]
+    listed = [path for path in dict.fromkeys([*noted, *changed]) if path not in WITHOUT_EFFECT]
+    if listed:
+        tuned["changed"] = listed
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Everything that is set and no mapping, by its keys."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, str(key)))
+    elif value is not None:
+        yield path, value
 
 
 DESCRIBED = {

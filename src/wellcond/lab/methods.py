@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import inspect
 import itertools
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,6 +105,21 @@ class MethodSettings(Settings):
         parts += [_write_call("set", self.set)] if self.set else []
         return "+".join(parts)
 
+    def is_same(self, other: MethodSettings, *, but: Collection[str] = ()) -> bool:
+        """Whether both do the same, whatever their labels and options written out at their default.
+
+        Fields of `set` in `but` do not count.
+        """
+        return self._meaning(but) == other._meaning(but)
+
+    def _meaning(self, but: Collection[str]) -> dict[str, Any]:
+        fields = self.model_dump(exclude={"label", "init_options", "condition_options", "set"})
+        return fields | {
+            "init_options": _without_defaults(INITS[self.init], self.init_options),
+            "condition_options": _without_defaults(CONDITIONS.get(self.condition or ""), self.condition_options),
+            "set": {field: value for field, value in self.set.items() if field not in but},
+        }
+
     @property
     def slug(self) -> str:
         """Name of its folder, such as identity-lam-10; labels that differ give names that differ."""
@@ -150,6 +166,13 @@ class MethodSettings(Settings):
             names = ", ".join(site.name for site in found[:4])
             raise RecipeError(f"sites: expected one for names such as {names}, found {self.sites!r}, which fits none")
         return chosen
+
+
+def _without_defaults(method: Callable[..., Any] | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of an initialisation or a conditioning without those that have their default value."""
+    parameters = {} if method is None else inspect.signature(method).parameters
+    defaults = {name: plain_numbers(parameter.default) for name, parameter in parameters.items()}
+    return {name: value for name, value in options.items() if name not in defaults or value != defaults[name]}
 
 
 EXAMPLES = {"tokens": "positions=25", "set": "optimizer.lr=3e-3"}

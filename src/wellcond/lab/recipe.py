@@ -119,13 +119,38 @@ class TunedSettings(Settings):
 
     record: str
     """Folder of the comparison whose tuning.json has the search."""
+    settings: tuple[str, ...] = ()
+    """Fields that the search set to other values than the recipe, as ``path.to.field=value``."""
     values: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Fields and their values by method, in text such as ``conditioned`` or ``identity(lam=1)``."""
+    changed: tuple[str, ...] = ()
+    """Fields that have other values than in the recipe and in the search; `load_recipe` fills it in."""
 
     @field_validator("values")
     @classmethod
     def _by_canonical_text(cls, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         return {MethodSettings.model_validate(text).canonical(): fields for text, fields in values.items()}
+
+    @property
+    def outdated(self) -> tuple[str, ...]:
+        """Changed fields that make it another problem, for which the values mean nothing."""
+        return tuple(path for path in self.changed if path.partition(".")[0] in PROBLEM or path == "optimizer.name")
+
+    def find(self, method: MethodSettings) -> dict[str, Any]:
+        """What was found for a method, whatever its label and whether options at their default are written out.
+
+        Fields that the method sets itself are left out; nothing is found if the values are outdated.
+        """
+        if self.outdated:
+            return {}
+        for text, values in self.values.items():
+            if MethodSettings.model_validate(text).is_same(method, but=values):
+                return {field: value for field, value in values.items() if field not in method.set}
+        return {}
+
+
+PROBLEM = ("task", "data", "model", "proxy")
+"""Parts of a recipe that say what is learned, and by what: searched values are of these, and of one optimiser."""
 
 
 class Recipe(Settings):
@@ -158,7 +183,7 @@ class Recipe(Settings):
     tracking: TrackingSettings = TrackingSettings()
     logging: LoggingSettings = LoggingSettings()
     tuned: TunedSettings | None = None
-    """What `wellcond compare --tune` found: where methods start that set nothing themselves."""
+    """What `wellcond compare --tune` found for methods; in a comparison it is used if it is there for all of them."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -174,14 +199,18 @@ class Recipe(Settings):
                     "remove one of them (proxy: null)"
                 )
         for text, values in self.tuned.values.items() if self.tuned is not None else ():
-            override_recipe(self, MethodSettings.model_validate(text).model_copy(update={"set": values}))
+            method = MethodSettings.model_validate(text)
+            override_recipe(self, method.model_copy(update={"set": method.set | values}))
         return self
 
     def at_tuned(self, method: MethodSettings, *, but: Collection[str] = ()) -> MethodSettings:
-        """The method with what `tuned` has for it, if it sets nothing itself, `but` for fields that are tuned again."""
-        found = {} if self.tuned is None or method.set else self.tuned.values.get(method.canonical(), {})
+        """The method at the values that were searched for it, except for fields that it sets itself and those of `but`.
+
+        This is for a run by itself. In a comparison every method has such values or none: `settle_methods`.
+        """
+        found = {} if self.tuned is None else self.tuned.find(method)
         kept = {field: value for field, value in found.items() if field not in but}
-        return MethodSettings.model_validate(method.model_dump() | {"set": kept}) if kept else method
+        return MethodSettings.model_validate(method.model_dump() | {"set": method.set | kept}) if kept else method
 
     def config(self, method: MethodSettings, seed: int) -> dict[str, Any]:
         """The resolved recipe of one run."""

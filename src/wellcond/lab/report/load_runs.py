@@ -29,6 +29,8 @@ class Comparison:
     """Labels, in the order in which they are shown."""
     runs: tuple[Run, ...]
     notes: str = ""
+    rates: str = ""
+    """Where the learning rates of the methods are from, as the comparison said when it began."""
 
     @property
     def metric(self) -> Metric:
@@ -144,5 +146,5 @@ def _assemble(home: Path, runs: list[Run], stored: dict[str, Any]) -> Comparison
     ran = [(run.part("model").get("name"), run.part("data").get("name")) for run in runs]
     made = next((f"{name}: {str(model).rpartition(':')[2]} on {data}" for model, data in ran if model and data), name)
     recipe, scale = (str(stored.get(key) or runs[0].record.get(key) or "") for key in ("recipe", "scale"))
-    title, notes = str(stored.get("title") or made), str(stored.get("notes") or "")
-    return Comparison(home, name, title, recipe, scale, baseline, methods, tuple(runs), notes)
+    title, notes, rates = (str(stored.get(key) or "") for key in ("title", "notes", "rates"))
+    return Comparison(home, name, title or made, recipe, scale, baseline, methods, tuple(runs), notes, rates)

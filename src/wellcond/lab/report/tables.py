@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from wellcond.lab.report.analysis import Analysis, seconds_per_step, step_ratios
+from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import SMOOTH, match_method, show_match
 from wellcond.lab.report.records import KAPPAS, Metric
 from wellcond.lab.report.statistics import Summary, interval_cell, show_p, smallest_detectable, summarise_logs
@@ -58,6 +59,7 @@ def summary_table(analysis: Analysis) -> Table:
         rows.append({
             "method": _method(analysis, method),
             "runs": _outcomes(analysis, method),
+            "learning rate": _number("learning_rate", learning_rate(comparison, method)),
             f"{metric.label}, mean ± std": summary.cell(metric),
             f"difference to {comparison.baseline} [95 % interval]": difference.cell(metric),
             "p (Holm)": show_p(difference.p_holm),
@@ -70,7 +72,7 @@ def summary_table(analysis: Analysis) -> Table:
             "entropy / ln N at end": _number("normalised_entropy", entropy, "{:.2f}"),
             "time of a step": _number("step_time_ratio", slower, "{:.2f} ×"),
         })  # fmt: skip
-    return Table.of("summary", "Summary by method", rows, _summary_notes(analysis), (0, 1, 5))
+    return Table.of("summary", "Summary by method", rows, _summary_notes(analysis), (0, 1, 6))
 
 
 def _summary_notes(analysis: Analysis) -> list[str]:
@@ -107,7 +109,27 @@ def _summary_notes(analysis: Analysis) -> list[str]:
             "κ(J) is the geometric mean over all heads and seeds at the last measurement, over the non-zero spectrum; "
             "infinite ones are in no mean, and their share is shown."
         )
-    return [*notes, *_time_notes(analysis)]
+    return [*notes, *_rate_notes(comparison), *_time_notes(analysis)]
+
+
+def learning_rate(comparison: Comparison, method: str) -> float:
+    """The rate that the runs of a method had, before any schedule; NaN if it is not recorded."""
+    optimizers = [run.part("config").get("optimizer") for run in comparison.of(method)]
+    return next((number(found.get("lr")) for found in optimizers if isinstance(found, dict)), math.nan)
+
+
+def _rate_notes(comparison: Comparison) -> list[str]:
+    """Where learning rates are from, and which methods have one of their own while others have the recipe's."""
+    notes = [f"{comparison.rates.rstrip('.')}."] if comparison.rates else []
+    fields = {run.method: run.part("method_spec").get("set") for run in comparison.runs}
+    own = [method for method, found in fields.items() if isinstance(found, dict) and "optimizer.lr" in found]
+    shared = [method for method in fields if method not in own]
+    if own and shared:
+        notes.append(
+            f"Not all learning rates were chosen alike: {', '.join(own)} had one of their own, {', '.join(shared)} that "
+            "of the recipe. What differs between these may be due to the rate."
+        )
+    return notes
 
 
 def _time_notes(analysis: Analysis) -> list[str]:

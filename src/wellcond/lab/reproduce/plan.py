@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from wellcond.lab.fair import Settled, settle_methods
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
@@ -45,6 +46,8 @@ class PlannedStudy:
     folder: Path
     glue_folders: tuple[Path, ...]
     """Of every run of fine-tuning that follows."""
+    rates: Settled
+    """Which learning rates the methods have, and where those are from."""
 
     @property
     def runs(self) -> int:
@@ -113,9 +116,11 @@ def _plan_study(name: str, variant: str, asked: Sequence[str], scale: str, optio
     seeds = of_study if options.seeds is None else options.seeds[: settings.seeds]
     folder = options.folder / RUNS / study_name(name, variant)
     check_settings(folder, recipe)
-    jobs = tuple(plan_comparison(recipe, methods, seeds, folder, base=options.folder, cpu=options.cpu))
+    rates = settle_methods(recipe, methods)
+    recipe = recipe.model_copy(update={"tuned": None})
+    jobs = tuple(plan_comparison(recipe, rates.methods, seeds, folder, base=options.folder, cpu=options.cpu))
     tuned = tuple(job.folder / "glue" / task / "seed-0" for job in jobs for task in (NAMES if study.glue else ()))
-    return PlannedStudy(folder.name, settings, recipe, methods, seeds, jobs, folder, tuned)
+    return PlannedStudy(folder.name, settings, recipe, rates.methods, seeds, jobs, folder, tuned, rates)
 
 
 def list_table(scale: str, folder: Path) -> Table:
@@ -143,4 +148,5 @@ def plan_table(plan: Plan) -> Table:
         for study in plan.studies
     ]  # fmt: skip
     to_do = f"{plan.missing} of {plan.runs} runs to do." if plan.runs else "It is computed, without runs."
-    return Table.of("plan", plan.title, rows, (*plan.left_out, to_do), (0, 1, 2, 3))
+    rates = [f"{study.name}: {study.rates.note}" for study in plan.studies if study.rates.unsearched]
+    return Table.of("plan", plan.title, rows, (*plan.left_out, *rates, to_do), (0, 1, 2, 3))

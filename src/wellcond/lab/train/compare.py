@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
+from wellcond.errors import AttentionNotFoundError, FairnessWarning, MissingExtraError, WellcondError
 from wellcond.lab.data.base import DataError
+from wellcond.lab.fair import settle_methods
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.recipe import Recipe, config_hash, override_recipe
 from wellcond.lab.settings import RecipeError
@@ -46,15 +48,23 @@ class Outcome:
 def plan_comparison(
     recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], folder: Path, **options: Any
 ) -> list[Job]:
-    """All runs, seed by seed, so that an interrupted comparison has complete pairs; each at its tuned values."""
+    """All runs, seed by seed, so that an interrupted comparison has complete pairs.
+
+    Methods train at the values that the recipe has from a search if it has them for all of them (`settle_methods`);
+    FairnessWarning if some of them have such values and are left without.
+    """
     check_distinct(methods)
     if not methods:
         raise RecipeError("expected methods to compare, found none; give --methods, or `methods` in the recipe")
     if recipe.baseline not in [method.label for method in methods]:
         raise RecipeError(f"the baseline {recipe.baseline!r} is not among the methods; add it, or set baseline")
-    tuned = [recipe.at_tuned(method) for method in methods]
+    settled = settle_methods(recipe, methods)
+    if settled.unsearched:
+        warnings.warn(settled.note, FairnessWarning, stacklevel=2)
     return [
-        Job(recipe, method, seed, folder / method.slug / f"seed{seed}", **options) for seed in seeds for method in tuned
+        Job(recipe, method, seed, folder / method.slug / f"seed{seed}", **options)
+        for seed in seeds
+        for method in settled.methods
     ]
 
 
@@ -84,8 +94,13 @@ def check_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
     raise RunError(f"{folder} holds {problem}. Give another folder with --folder")
 
 
-def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int]) -> None:
-    """Write comparison.json; methods and seeds of an earlier call stay listed."""
+def write_comparison(
+    folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], rates: str = ""
+) -> None:
+    """Write comparison.json; methods and seeds of an earlier call stay listed.
+
+    `rates` says which learning rates the methods have and where those are from.
+    """
     former, path = check_settings(folder, recipe), folder / "comparison.json"
     listed = [{"label": method.label, "slug": method.slug} for method in methods]
     content = {
@@ -100,6 +115,7 @@ def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSetti
         "baseline": recipe.baseline,
         "seeds": sorted({*seeds, *former["seeds"]}),
         "notes": recipe.description,
+        **({"rates": rates} if rates else {}),
     }
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
