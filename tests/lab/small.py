@@ -16,6 +16,7 @@ from wellcond.lab.train.checkpoint import read_tensors
 from wellcond.lab.train.run import Job, run_job
 
 SETTINGS = (
+    "tuned=null",
     "proxy=null",
     "model.arguments={img_size: 8, patch_size: 4, embed_dim: 16, depth: 2, num_heads: 2, mlp_ratio: 1.0}",
     "training={length: {steps: 24}, batch_size: 32, threads: 1, log_every: 5}",

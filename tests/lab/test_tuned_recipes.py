@@ -67,7 +67,9 @@ def test_a_value_of_one_field_is_not_one_of_another(tmp_path):
 def test_values_of_another_model_or_other_data_are_dropped(tmp_path, change):
     recipe = parse_recipe(text_of(), "mine.yaml", [change])
     changed = ".".join(change.partition("=")[0].split(".")[:2])
-    with pytest.warns(FairnessWarning, match=rf"are not used, since {changed}.* changed: every .*=0.000333,0.001,0.003$"):
+    with pytest.warns(
+        FairnessWarning, match=rf"are not used, since {changed}.* changed: every .*=0.000333,0.001,0.003$"
+    ):
         assert set(rates(recipe, "default,identity(lam=10)", tmp_path).values()) == {1e-3}
     assert recipe.at_tuned(parse_methods("default")[0]).set == {}
 
@@ -128,7 +130,9 @@ def test_another_label_is_still_the_same_method(tmp_path):
 
 
 def test_the_field_that_is_tuned_anew_is_left_out():
-    chosen = make_recipe(tuned=TWO_FIELDS).at_tuned(MethodSettings.model_validate("identity(lam=10)"), but=["optimizer.lr"])
+    chosen = make_recipe(tuned=TWO_FIELDS).at_tuned(
+        MethodSettings.model_validate("identity(lam=10)"), but=["optimizer.lr"]
+    )
     assert chosen.set == {"optimizer.eps": 1e-6}
 
 

@@ -210,3 +210,19 @@ def test_equal_within_the_margin(tmp_path):
     )
     assert column(summary_table(analysis), "verdict")["polar"] == "equal within 1.79"
     assert "1 is equal within the margin" in bottom_line(analysis)
+
+
+def test_rates_that_were_not_chosen_alike_are_named(tmp_path):
+    finals = {0: 0.9, 1: 0.91, 2: 0.92}
+    made = study(tmp_path, [FakeMethod("default", finals, set={"optimizer.lr": 0.5}), FakeMethod("small", finals)])
+
+    def with_rates(record):
+        method = {"label": record["method"], "set": record["method_spec"]["set"]}
+        record["config"] |= {"method": method, "optimizer": {"lr": method["set"].get("optimizer.lr", 0.1)}}
+
+    assert column(table(made, "summary"), "learning rate") == {"default (baseline)": "–", "small": "–"}  # not recorded
+    change(tmp_path, with_rates)
+    [comparison] = load_comparisons(tmp_path)
+    shown = table(analyse(comparison), "summary")
+    assert column(shown, "learning rate") == {"default (baseline)": "0.5", "small": "0.1"}
+    assert any("default had one of their own, small that of the recipe" in note for note in shown.notes)

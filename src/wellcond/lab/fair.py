@@ -29,21 +29,23 @@ class Settled(NamedTuple):
         return self.outdated or bool(self.lacking)
 
 
-def settle_methods(recipe: Recipe, methods: Sequence[MethodSettings], *, but: Collection[str] = ()) -> Settled:
+def settle_methods(
+    recipe: Recipe, methods: Sequence[MethodSettings], *, but: Collection[str] = (), command: str = ""
+) -> Settled:
     """Methods of a comparison at the values that the recipe has from a search, if it has them for all of them.
 
     If one method has no searched value of a field, and does not set it itself, none gets one: all of them train at the
-    recipe's own values, and the note names the ``--tune`` option that searches them. Fields of `but` are searched by
-    the comparison itself.
+    recipe's own values, and the note names the ``--tune`` option that searches them, to be added to `command`, by
+    default the one that is running. Fields of `but` are searched by the comparison itself.
     """
-    methods, tuned = tuple(methods), recipe.tuned
+    methods, tuned, add = tuple(methods), recipe.tuned, f"run {command}" if command else "add"
     if tuned is None or not any(tuned.values.values()):
-        return Settled(methods, _describe_recipe(recipe, but))
+        return Settled(methods, _describe_recipe(recipe, but, add))
     current = tuned.model_copy(update={"changed": ()})
     found = {method.label: current.find(method) for method in methods}
     fields = sorted({field for values in found.values() for field in values} - set(but))
     if not fields:
-        return Settled(methods, _describe_recipe(recipe, but))
+        return Settled(methods, _describe_recipe(recipe, but, add))
     own = {field: value_at(recipe, field) for field in fields}
     at_own = ", ".join(f"{field}={show_value(value)}" for field, value in own.items())
     for_all = f"every method trains at the recipe's own {at_own}"
@@ -51,8 +53,8 @@ def settle_methods(recipe: Recipe, methods: Sequence[MethodSettings], *, but: Co
         changed = ", ".join(tuned.outdated)
         search = _tune_options({field: around(value) for field, value in own.items()})
         note = (
-            f"The values of {', '.join(fields)} that were searched for this recipe ({tuned.record}) are not used, since "
-            f"{changed} changed: {for_all}. To compare each method at its best, add {search}"
+            f"The values of {', '.join(fields)} that were searched for this recipe ({tuned.record}) are not used, "
+            f"since {changed} changed: {for_all}. To compare each method at its best, {add} {search}"
         )
         return Settled(methods, note, outdated=True)
     lacking = [
@@ -64,8 +66,8 @@ def settle_methods(recipe: Recipe, methods: Sequence[MethodSettings], *, but: Co
         known = {field: [values[field] for values in found.values() if field in values] for field in fields}
         search = _tune_options({field: sorted_numbers([own[field], *known[field]]) for field in fields})
         note = (
-            f"There is no searched value of {', '.join(fields)} for {', '.join(lacking)}, so {for_all}, also those that "
-            f"have one ({tuned.record}). To compare each method at its best, add {search}"
+            f"There is no searched value of {', '.join(fields)} for {', '.join(lacking)}, so {for_all}, also those "
+            f"that have one ({tuned.record}). To compare each method at its best, {add} {search}"
         )
         return Settled(methods, note, tuple(lacking))
     other = [*tuned.settings, *(f"other values of {', '.join(tuned.changed)}" for _ in tuned.changed[:1])]
@@ -92,14 +94,14 @@ def describe_rate(recipe: Recipe, method: MethodSettings) -> str:
     return f"learning rate {show_value(rate)}, {origin}"
 
 
-def _describe_recipe(recipe: Recipe, but: Collection[str]) -> str:
+def _describe_recipe(recipe: Recipe, but: Collection[str], add: str) -> str:
     if RATE in but:
         return ""
     rate = value_at(recipe, RATE)
     search = _tune_options({RATE: around(rate)})
     return (
         f"Learning rates were not searched: {show_value(rate)} for every method that sets none itself. To compare each "
-        f"method at its best, add {search}"
+        f"method at its best, {add} {search}"
     )
 
 

@@ -120,14 +120,14 @@ def learning_rate(comparison: Comparison, method: str) -> float:
 
 def _rate_notes(comparison: Comparison) -> list[str]:
     """Where learning rates are from, and which methods have one of their own while others have the recipe's."""
-    notes = [f"{comparison.rates.rstrip('.')}."] if comparison.rates else []
+    notes = [comparison.rates] if comparison.rates else []
     fields = {run.method: run.part("method_spec").get("set") for run in comparison.runs}
     own = [method for method, found in fields.items() if isinstance(found, dict) and "optimizer.lr" in found]
     shared = [method for method in fields if method not in own]
     if own and shared:
         notes.append(
-            f"Not all learning rates were chosen alike: {', '.join(own)} had one of their own, {', '.join(shared)} that "
-            "of the recipe. What differs between these may be due to the rate."
+            f"Not all learning rates were chosen alike: {', '.join(own)} had one of their own, {', '.join(shared)} "
+            "that of the recipe. What differs between these may be due to the rate."
         )
     return notes
 

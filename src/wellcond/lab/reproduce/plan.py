@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,12 @@ def _plan_study(name: str, variant: str, asked: Sequence[str], scale: str, optio
     seeds = of_study if options.seeds is None else options.seeds[: settings.seeds]
     folder = options.folder / RUNS / study_name(name, variant)
     check_settings(folder, recipe)
-    rates = settle_methods(recipe, methods)
+    labels, sets = (
+        ",".join(method.label for method in methods),
+        [word for change in changes for word in ("--set", change)],
+    )
+    words = ["wellcond", "compare", "--recipe", settings.recipe, "--scale", scale, "--methods", labels, *sets]
+    rates = settle_methods(recipe, methods, command=shlex.join(words))
     recipe = recipe.model_copy(update={"tuned": None})
     jobs = tuple(plan_comparison(recipe, rates.methods, seeds, folder, base=options.folder, cpu=options.cpu))
     tuned = tuple(job.folder / "glue" / task / "seed-0" for job in jobs for task in (NAMES if study.glue else ()))
