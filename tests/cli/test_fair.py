@@ -13,8 +13,10 @@ from wellcond.cli.main import main
 pytestmark = pytest.mark.processes
 
 QUICK = [
-    "training.length={steps: 1}", "evaluation={every: {steps: 1}, batch_size: 500}", "tracking={weights_every: null, jacobian_points: 0}",
-]  # fmt: skip
+    "training.length={steps: 1}",
+    "evaluation={every: {steps: 1}, batch_size: 500}",
+    "tracking={weights_every: null, jacobian_points: 0}",
+]
 OWN_MODEL = """
 import torch
 
@@ -49,7 +51,7 @@ def test_a_method_without_a_searched_value_is_said_first_and_kept(run, tmp_path,
     code, output = run("compare", "--recipe", "digits", *methods, *quick())
     folder = tmp_path / "runs/digits-tiny-untuned"  # runs of default at its searched rate are in another
     assert code == 0 and rates(folder) == {"default": 1e-3, "conditioned(value=joint)": 1e-3}
-    said = "There is no searched value of optimizer.lr for conditioned(value=joint), so every method trains at the recipe's"
+    said = "There is no searched value of optimizer.lr for conditioned(value=joint), so every method trains at"
     line = next(line for line in output.splitlines() if said in line)
     assert line.endswith("add --tune optimizer.lr=0.001,0.0055")
     assert json.loads((folder / "comparison.json").read_text())["rates"] == line

@@ -117,11 +117,9 @@ def _plan_study(name: str, variant: str, asked: Sequence[str], scale: str, optio
     seeds = of_study if options.seeds is None else options.seeds[: settings.seeds]
     folder = options.folder / RUNS / study_name(name, variant)
     check_settings(folder, recipe)
-    labels, sets = (
-        ",".join(method.label for method in methods),
-        [word for change in changes for word in ("--set", change)],
-    )
-    words = ["wellcond", "compare", "--recipe", settings.recipe, "--scale", scale, "--methods", labels, *sets]
+    words = ["wellcond", "compare", "--recipe", settings.recipe, "--scale", scale]
+    words += ["--methods", ",".join(method.label for method in methods)]
+    words += [word for change in changes for word in ("--set", change)]
     rates = settle_methods(recipe, methods, command=shlex.join(words))
     recipe = recipe.model_copy(update={"tuned": None})
     jobs = tuple(plan_comparison(recipe, rates.methods, seeds, folder, base=options.folder, cpu=options.cpu))
