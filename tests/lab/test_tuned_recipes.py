@@ -60,10 +60,14 @@ def test_a_value_of_one_field_is_not_one_of_another(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        "model.arguments.depth=1", "model.name=timm:deit_tiny_patch16_224", "data.held_out=0.2", "proxy={width: 768}",
-        "task.image_size=16", "model.qk_norm=true",
+        "model.arguments.depth=1",
+        "model.name=timm:deit_tiny_patch16_224",
+        "data.held_out=0.2",
+        "proxy={width: 768}",
+        "task.image_size=16",
+        "model.qk_norm=true",
     ],
-)  # fmt: skip
+)
 def test_values_of_another_model_or_other_data_are_dropped(tmp_path, change):
     recipe = parse_recipe(text_of(), "mine.yaml", [change])
     changed = ".".join(change.partition("=")[0].split(".")[:2])
@@ -77,10 +81,16 @@ def test_values_of_another_model_or_other_data_are_dropped(tmp_path, change):
 @pytest.mark.parametrize(
     "change",
     [
-        "seeds=[5]", "training.threads=1", "tracking.jacobian_points=0", "evaluation.batch_size=7",
-        "training.length={steps: 5}", "model.arguments.depth=2", "optimizer.weight_decay=0.1", "model.weights=null",
+        "seeds=[5]",
+        "training.threads=1",
+        "tracking.jacobian_points=0",
+        "evaluation.batch_size=7",
+        "training.length={steps: 5}",
+        "model.arguments.depth=2",
+        "optimizer.weight_decay=0.1",
+        "model.weights=null",
     ],
-)  # fmt: skip
+)
 def test_what_leaves_the_problem_as_it_is_keeps_them(tmp_path, change):
     recipe = parse_recipe(text_of(), "mine.yaml", [change])
     assert list(rates(recipe, "default,identity(lam=10)", tmp_path).values()) == [3e-3, 5e-3]

@@ -150,14 +150,14 @@ def train(
     if len(asked) != 1:
         raise cli.OptionError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")
     chosen = loaded.at_tuned(asked[0])
-    if cli.is_rank_zero() and not quiet and not json:
-        typer.echo(f"{chosen.label}: {describe_rate(loaded, asked[0])}", err=True)
     place = folder or Path("runs") / f"{loaded.name}-{loaded.scale}" / chosen.slug / f"seed{seed}"
     job = Job(loaded, chosen, seed, place, base=base, cpu=cpu, local_code=trust_local_code)
+    if cli.is_rank_zero() and not quiet and not json:
+        typer.echo(f"{chosen.label}: {describe_rate(loaded, asked[0])}", err=True)
     with runs.training_in(place):
         outcome = runs.run_jobs([job], 1, quiet=quiet or json)
-    if outcome.failures and not json:
-        raise WellcondError(outcome.failures[0][1])
+        if outcome.failures and not json:
+            raise WellcondError(outcome.failures[0][1])
     code = runs.tell_end(outcome, as_json=json)
     # A comparison that continues with other runs has the exit code 1, whatever error a run ends with.
     raise typer.Exit(2 if outcome.failures else code)

@@ -117,10 +117,17 @@ def _extended(text: str, where: str) -> dict[str, Any]:
 
 
 WITHOUT_EFFECT = {
-    "data.limit_evaluation", "data.limit_test", "data.num_evaluation", "data.num_test",
-    "precision.compile", "training.accumulate", "training.diverged_above", "training.log_every", "training.threads",
+    "data.limit_evaluation",
+    "data.limit_test",
+    "data.num_evaluation",
+    "data.num_test",
+    "precision.compile",
+    "training.accumulate",
+    "training.diverged_above",
+    "training.log_every",
+    "training.threads",
     "training.workers",
-}  # fmt: skip
+}
 """Fields that change nothing about how a model trains."""
 TRAINED = ("task", "data", "model", "proxy", "optimizer", "schedule", "augmentation", "training", "precision")
 """Parts of a recipe that searched values depend on."""

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -39,7 +40,24 @@ from wellcond.lab.settings import RecipeError, Settings, list_problems, plain_nu
 # the same words; every other label gets a hash.
 _WORD = r"[a-z0-9](?:[a-z0-9._]*[a-z0-9])?"
 PLAIN_LABEL = re.compile(rf"{_WORD}(?:\+{_WORD})?(?:\({_WORD}={_WORD}(?:, {_WORD}={_WORD})*\))?")
-Options = Annotated[dict[str, Any], AfterValidator(plain_numbers)]
+LARGEST = torch.finfo(torch.float32).max
+
+
+def _check_size(options: dict[str, Any]) -> dict[str, Any]:
+    """Raise ValueError for a number that the weights of a run, in float32, cannot hold."""
+    waiting = list(options.items())
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, (list, tuple)):
+            waiting += [(name, part) for part in value]
+        elif isinstance(value, (int, float)) and LARGEST < abs(value) < math.inf:
+            raise ValueError(f"{name}: expected at most {LARGEST:.2g}, the largest number of float32, found {value!r}")
+    return options
+
+
+Options = Annotated[dict[str, Any], AfterValidator(plain_numbers), AfterValidator(_check_size)]
 
 
 class MethodSettings(Settings):

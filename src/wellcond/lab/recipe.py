@@ -76,7 +76,16 @@ class PrecisionSettings(Settings):
 
     mixed: Literal["no", "bf16", "fp16"] = "no"
     compile: str | None = None
-    """Backend of torch.compile, such as inductor."""
+    """Backend of torch.compile, such as inductor; null for none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off_is_false_in_yaml(cls, values: Any) -> Any:
+        """YAML reads no and off as false, which for these fields can only mean that there is none."""
+        if not isinstance(values, dict):
+            return values
+        off = {"mixed": "no", "compile": None}
+        return {name: off[name] if name in off and value is False else value for name, value in values.items()}
 
 
 class EvaluationSettings(Settings):

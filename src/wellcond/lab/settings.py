@@ -6,8 +6,8 @@ import copy
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
@@ -41,6 +41,8 @@ class Settings(BaseModel):
         for name, found in values.items() if isinstance(values, dict) else ():
             if name not in cls.model_fields:
                 message = str(UnknownChoiceError("field", name, list(cls.model_fields)))
+            elif holds_boolean(found) and takes_only_numbers(cls.model_fields[name].annotation):
+                message = "expected a number; YAML reads on, yes and true, off, no and false as booleans"
             elif isinstance(found, (int, float)) and MOST < abs(found) < math.inf:
                 message = f"expected a number of at most {MOST}"
             else:
@@ -51,6 +53,31 @@ class Settings(BaseModel):
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
         return values
+
+
+def holds_boolean(value: Any) -> bool:
+    """Whether a value is a boolean, or a list of values with one in it."""
+    return any(map(holds_boolean, value)) if isinstance(value, (list, tuple)) else isinstance(value, bool)
+
+
+@functools.cache
+def takes_only_numbers(annotation: Any) -> bool:
+    """Whether a type takes numbers and no booleans: pydantic, left alone, makes 1 of true."""
+    types = set(_types_in(annotation))
+    return bool(types & {int, float}) and not types & {bool, Any}
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """The types that a type is made of, such as those of a union, of a tuple and of their parts."""
+    if get_origin(annotation) is Annotated:
+        yield from _types_in(get_args(annotation)[0])
+    elif get_origin(annotation) is Literal:
+        yield from map(type, get_args(annotation))
+    elif arguments := get_args(annotation):
+        for argument in arguments:
+            yield from _types_in(argument)
+    else:
+        yield annotation
 
 
 class Interval(Settings):

@@ -221,6 +221,16 @@ def resolve_config(raw: object) -> SourceConfig:
 def load_data(config: SourceConfig, *, base: Path | None = None) -> Data:
     """Load the data that `config` describes; relative paths start at `base`, the current folder by default.
 
-    Rows and labels are checked here; an image is first decoded when it is asked for.
+    Rows and labels are checked here; an image is first decoded when it is asked for. DataError if there is nothing to
+    train or to evaluate on.
     """
-    return SOURCES[type(config)](config, Path.cwd() if base is None else Path(base))
+    data = SOURCES[type(config)](config, Path.cwd() if base is None else Path(base))
+    for purpose, split in (("train", data.train), ("evaluate", data.evaluation)):
+        if not len(split):
+            raise DataError(
+                f"{data.name}: nothing is left to {purpose} on.",
+                expected="at least one example",
+                found=f"{len(data.train)} to train on and {len(data.evaluation)} to evaluate on",
+                todo="Correct the share to evaluate on (data.held_out, data.evaluation_fraction), or give more data.",
+            )
+    return data

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from wellcond.errors import WellcondError
@@ -57,6 +57,14 @@ class FilesConfig(TableConfig):
     evaluation: str | list[str] | None = None
     evaluation_fraction: float = Field(0.1, gt=0, lt=1)
     """Part of the training rows to evaluate on, of every class alike, if `evaluation` names no file."""
+
+    @field_validator("train", "evaluation")
+    @classmethod
+    def _names_something(cls, paths: str | list[str] | None) -> str | list[str] | None:
+        listed = [paths] if isinstance(paths, str) else paths
+        if listed is not None and (not listed or "" in listed):
+            raise ValueError("expected a path or pattern, or a list of at least one")
+        return paths
 
 
 class HubConfig(TableConfig):

@@ -24,6 +24,7 @@ from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.run import Job, complete_record, describe_change, run_job
 from wellcond.lab.train.run_folder import RunError, RunFolder, read_sealed, write_sealed, writing
+from wellcond.memory_guard import ModelTooLargeError
 from wellcond.models import ModelSpecError
 from wellcond.run_records import SCHEMA
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from wellcond.lab.cluster import RaySettings
 
 # Errors of the recipe or the dataset concern every run: the first one ends the comparison.
-FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError, ModelSpecError)
+FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError, ModelSpecError, ModelTooLargeError)
 JobObserver = Callable[[Job, Event], None]
 KIND = "wellcond-comparison"
 
