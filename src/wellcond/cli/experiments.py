@@ -156,8 +156,8 @@ def train(
         typer.echo(f"{chosen.label}: {describe_rate(loaded, asked[0])}", err=True)
     with runs.training_in(place):
         outcome = runs.run_jobs([job], 1, quiet=quiet or json)
-        if outcome.failures and not json:
-            raise WellcondError(outcome.failures[0][1])
+    if outcome.failures and not json:
+        raise WellcondError(outcome.failures[0][1])
     code = runs.tell_end(outcome, as_json=json)
     # A comparison that continues with other runs has the exit code 1, whatever error a run ends with.
     raise typer.Exit(2 if outcome.failures else code)

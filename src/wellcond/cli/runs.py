@@ -147,17 +147,8 @@ def tell_end(outcome: Outcome, *, as_json: bool = False, **more: Any) -> int:
 
 @contextlib.contextmanager
 def training_in(folder: Path) -> Iterator[None]:
-    """Around runs: a group of processes ends together; if nothing was trained, no new folder is left."""
+    """Around runs: a group of processes ends together; an error before anything was trained leaves no new folder."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
-
-    def remove_untrained() -> None:
-        with contextlib.suppress(FolderInUse, OSError), contextlib.ExitStack() as locks:
-            files = [path for path in missing[-1].rglob("*") if path.is_file()]
-            for lock in [path for path in files if path.name == "lock"]:
-                locks.enter_context(RunFolder(lock.parent).opened())
-            untrained = ("lock", "run.json", "comparison.json", "tuning.json")
-            if all(path.name in untrained or not path.stat().st_size for path in files):
-                shutil.rmtree(missing[-1])
 
     def in_a_group() -> bool:
         return torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -166,11 +157,15 @@ def training_in(folder: Path) -> Iterator[None]:
         yield
         if in_a_group():
             torch.distributed.barrier()  # nobody leaves while another process still waits for an answer
-        if missing and is_rank_zero():
-            remove_untrained()
     except WellcondError:
         if missing and is_rank_zero():
-            remove_untrained()
+            with contextlib.suppress(FolderInUse, OSError), contextlib.ExitStack() as locks:
+                files = [path for path in missing[-1].rglob("*") if path.is_file()]
+                for lock in [path for path in files if path.name == "lock"]:
+                    locks.enter_context(RunFolder(lock.parent).opened())
+                untrained = ("lock", "run.json", "comparison.json", "tuning.json")
+                if all(path.name in untrained or not path.stat().st_size for path in files):
+                    shutil.rmtree(missing[-1])
         raise
     finally:
         if in_a_group():
