@@ -52,6 +52,7 @@ ALLOWED = {
         "init",
         "conditioning",
         "jacobian",
+        "memory_guard",
         "theory",
         "measurement",
         "tracking",

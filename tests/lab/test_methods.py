@@ -70,7 +70,7 @@ INIT_OPTIONS = st.fixed_dictionaries(
     {},
     optional={
         "orthogonal": st.sampled_from(["svd", "qr"]),
-        "value_scale": st.floats(allow_nan=False, allow_infinity=False),
+        "value_scale": st.floats(allow_nan=False, allow_infinity=False, width=32),
         "projections": st.sampled_from(["q", "kv"]),
         "output": st.one_of(st.booleans(), st.sampled_from(["identity", "orthogonal"])),
         "match_norm": st.booleans(),

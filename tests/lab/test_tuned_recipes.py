@@ -122,6 +122,11 @@ def test_a_recipe_based_on_another_inherits_them_for_the_same_problem(changes, k
     assert {method.set.get("optimizer.lr") for method in settled.methods} == ({3e-3, 5.5e-3} if kept else {None})
 
 
+def test_a_rate_in_a_recipe_based_on_another_counts_for_all_methods(tmp_path):
+    recipe = parse_recipe("extends: tiny/digits\nname: mine\noptimizer: {lr: 0.02}", "mine.yaml")
+    assert set(rates(recipe, "default,gaussian,small", tmp_path).values()) == {0.02}
+
+
 def test_every_shipped_comparison_says_where_its_rates_are_from():
     for place in shipped_recipes():
         scale, name = place.split("/")

@@ -65,11 +65,7 @@ def load_recipe(
     for override in overrides:
         path = set_field(fields, override)
         changed.add(path.partition(".")[0])
-        # What the user sets counts for all methods, whatever was found for some; another form is refused later.
-        with contextlib.suppress(KeyError, AttributeError, TypeError):
-            for found in fields["tuned"]["values"].values():
-                for field in [field for field in found if f"{field}.".startswith(f"{path}.")]:
-                    del found[field]
+        _forget_searched(fields, path)
     _note_changes(before, fields, where)
     if base is not None and scale not in (None, fields.get("scale")):
         said = fields.get("scale")
@@ -113,7 +109,17 @@ def _extended(text: str, where: str) -> dict[str, Any]:
     merged = merge(_without_untrue(inherited, set(data)), data)
     if not own:
         _note_changes(inherited, merged, where)
+        for path, _ in _leaves(data):
+            _forget_searched(merged, ".".join(path))
     return merged
+
+
+def _forget_searched(fields: dict[str, Any], path: str) -> None:
+    """Take a field out of what was searched: a value that the user sets counts for all methods."""
+    with contextlib.suppress(KeyError, AttributeError, TypeError):  # another form is refused when it is validated
+        for found in fields["tuned"]["values"].values():
+            for field in [field for field in found if f"{field}.".startswith(f"{path}.")]:
+                del found[field]
 
 
 WITHOUT_EFFECT = {
