@@ -21,7 +21,16 @@ from wellcond.init.recommended import TABLES
 CAUSAL = "results/evidence/causal/report/report.md"
 NO_RECORD = "None of our records is about this line."
 EXPLAINS = {
-    "not-finite": {"dead-heads", "logits", "precision", "stream", "positions", "words", "value-scale"},
+    "not-finite": {
+        "dead-heads",
+        "logits",
+        "precision",
+        "stream",
+        "positions",
+        "words",
+        "value-scale",
+        "projection-scale",
+    },
     "lambda": {"dead-heads", "logits", "precision", "stream", "value-scale", "shared-values"},
     "dead-heads": {"logits"},
     "words": {"stream"},
