@@ -359,7 +359,7 @@ def test_numbers_of_the_records_are_those_of_the_tables():
 
 def test_the_page_of_the_documentation_has_every_limit():
     page = (ROOT / "docs/doctor.md").read_text("utf-8")
-    rows = re.findall(r"^\| `([a-z-]+)` \| (\w+) \|.*\| (start|always) \| ([\d.]+) \| (.*) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z-]+)` \| (\w+) \|.*\| (untrained|always) \| ([\d.]+) \| (.*) \|$", page, re.MULTILINE)
     assert {kind: (float(limit), reason) for kind, *_, limit, reason in rows} == {
         kind: (threshold.value, threshold.reason) for kind, threshold in THRESHOLDS.items()
     }

@@ -162,8 +162,8 @@ def _about_tokens(layer: LayerFacts) -> str:
         return ""
     wide, long = math.sqrt(layer.width), math.sqrt(min(layer.num_tokens, MOST_TOKENS))
     usual = (wide + long) / max(abs(wide - long), 1e-9)
-    told = f": kappa(X) is {layer.kappa_tokens:.3g} in the first attention, {usual:.2g} for Gaussian tokens"
-    return told if layer.kappa_tokens > 3 * usual else ""
+    text = f": kappa(X) is {layer.kappa_tokens:.3g} in the first attention layer, {usual:.2g} for Gaussian tokens"
+    return text if layer.kappa_tokens > 3 * usual else ""
 
 
 def _words(case: Case) -> Finding | None:

@@ -41,7 +41,10 @@ LEAST = ("diag", "mlp", "O", "K", "entropy")
 def show_diagnosis(diagnosis: Diagnosis, width: int) -> str:
     """What was examined, findings, and a table of layers, in at most `width` columns."""
     parts = ["\n".join(_wrap(line, width) for line in heading(diagnosis))]
-    parts += [_show_finding(number, finding, width) for number, finding in enumerate(diagnosis.findings, 1)]
+    first: dict[tuple[str, str], int] = {}
+    for number, finding in enumerate(diagnosis.findings, 1):
+        same = first.setdefault((finding.remedy, finding.evidence), number)
+        parts.append(_show_finding(number, finding, width, same))
     parts += [_wrap(f"not understood: {' '.join(refusal.split())}", width) for refusal in diagnosis.not_understood]
     table = _table(diagnosis, width)
     shown = table.partition("\n")[0].split()
@@ -76,9 +79,12 @@ def heading(diagnosis: Diagnosis) -> list[str]:
     return [*lines, "", f"{found}{unknown} in {count(len(diagnosis.layers), 'attention layer')}."]
 
 
-def _show_finding(number: int, finding: Finding, width: int) -> str:
+def _show_finding(number: int, finding: Finding, width: int, same: int) -> str:
+    """A finding; where its line was printed already, the number of the finding that has it."""
     record = f" [{finding.record}]" if finding.record else ""
     rows = [("fix", finding.remedy), ("records", finding.evidence + record)]
+    if same != number:
+        rows = [("fix", f"the line of {same}")]
     lines = [_wrap(finding.verdict, width, first=f"{number}. {finding.severity}: ", rest="   ")]
     for label, text in rows:
         lines.append(_wrap(text, width, first=f"   {label + ':':9}", rest=" " * 12))
