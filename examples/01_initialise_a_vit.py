@@ -1,45 +1,42 @@
-"""Give a ViT of timm well-conditioned queries and keys, and check every head.
+"""Initialise a ViT on one batch by `calibrated`, and see with the doctor what that sets.
 
 Run: python examples/01_initialise_a_vit.py
 """
 
 import timm
 import torch
+from sklearn.datasets import load_digits
 
 import wellcond as wc
 
 
-def worst_condition_numbers(model: torch.nn.Module) -> dict[str, float]:
-    """The largest condition number of W_Q, W_K, W_V over all heads of all layers."""
-    sites = wc.find_attention(model)
-    return {role: max(torch.linalg.cond(site.slots[role].read()).max().item() for site in sites) for role in "qkv"}
-
-
 def main() -> None:
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224")
-    others = {name: p.clone() for name, p in model.named_parameters() if ".attn.qkv." not in name}
-    sites = wc.find_attention(model)
-    print(f"{len(sites)} attentions of {sites[0].num_heads} heads, each W_Q of {tuple(sites[0].q.read().shape[1:])}")
+    images = torch.tensor(load_digits().images[:32], dtype=torch.float32)[:, None]
+    images = (images - images.mean()) / images.std()
+    small = {"img_size": 8, "patch_size": 2, "in_chans": 1, "embed_dim": 64, "depth": 4, "num_heads": 4}
+    model = timm.create_model("vit_tiny_patch16_224", **small, num_classes=10)
 
-    print("worst condition number over all heads")
-    print(f"  as timm starts   {_show(worst_condition_numbers(model))}")
-    wc.init_(model, "conditioned", generator=torch.Generator().manual_seed(0))
-    after = worst_condition_numbers(model)
-    print(f"  conditioned      {_show(after)}")
+    before = wc.diagnose(model, images)
+    wc.init_(model, "calibrated", batch=images, generator=torch.Generator().manual_seed(0))
+    after = wc.diagnose(model, images)
 
-    # kappa(W) = 1 means that all singular values are equal: the rows of each head are orthonormal.
-    for site in sites:
-        for heads in (site.q.read(), site.k.read()):
-            torch.testing.assert_close(heads @ heads.mT, torch.eye(site.head_dim).expand(site.num_heads, -1, -1))
-    # Nothing but the attention projections was written.
-    assert all(torch.equal(p, others[name]) for name, p in model.named_parameters() if name in others)
-    assert max(after.values()) < 1.0001
-    print("Q and K of every head have condition number 1; no other weight has changed.")
+    print(f"{'':22}positions/patches  {'logits':>8} {'attention adds':>15} {'MLP adds':>9}")
+    for name, found in (("as timm draws it", before), ("calibrated", after)):
+        layer = found.layers[0]
+        print(
+            f"{name:22}{found.tokens.position_ratio:17.3f}  {layer.logit_spread:8.3f} {layer.attention_share:15.3f} "
+            f"{layer.mlp_share:9.3f}"
+        )
+    print(f"findings before: {', '.join(finding.kind for finding in before.findings)}")
+    print(f"findings after:  {', '.join(finding.kind for finding in after.findings) or 'none'}")
 
-
-def _show(numbers: dict[str, float]) -> str:
-    return "   ".join(f"W_{role.upper()} {value:8.4f}" for role, value in numbers.items())
+    # The line that the doctor prints for an untrained model is the one that was run.
+    assert {finding.remedy for finding in before.findings} == {'wc.init_(model, "calibrated", batch=batch)'}
+    assert after.findings == ()
+    for layer in after.layers:
+        assert abs(layer.logit_spread - 1) < 0.05 and abs(layer.attention_share - 0.15) < 0.01
+    print("Logits of every layer have deviation 1, and each part adds 0.15 of its stream.")
 
 
 if __name__ == "__main__":

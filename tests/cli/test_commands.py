@@ -23,7 +23,7 @@ def small_vit():
 def test_inspect_prints_every_attention(run):
     code, out = run("inspect", VIT, *SMALL_VIT)
     assert code == 0
-    for word in ("blocks.0.attn", "blocks.1.attn", "softmax", "8 x 24", "fused blocks", "κ(W_Q)", "2 attentions"):
+    for word in ("blocks.0.attn", "blocks.1.attn", "softmax", "8 x 24", "fused blocks", "κ(W_Q)", "2 attention layers"):
         assert word in out
 
 
@@ -39,7 +39,7 @@ def test_inspect_json_holds_the_true_condition_numbers(run, tmp_path):
 
 def test_large_models_that_are_only_named_are_not_filled_with_random_weights(run):
     code, out = run("inspect", "timm:vit_giant_patch14_224")
-    assert code == 0 and "blocks.39.attn" in out and "40 attentions, 1,012,611,432 parameters" in out
+    assert code == 0 and "blocks.39.attn" in out and "40 attention layers, 1,012,611,432 parameters" in out
     assert "--weights" in out
     code, out = run("inspect", "hf:llama", "--json")
     found = json.loads(out)
@@ -93,7 +93,7 @@ def test_init_writes_a_plain_checkpoint(run, tmp_path):
     code, out = run(
         "init", VIT, *SMALL_VIT, "--method", "conditioned", "--option", "value=joint", "--weights", source, "-o", target
     )
-    assert code == 0 and "2 attentions" in out
+    assert code == 0 and "2 attention layers" in out
     before, after = load_file(source), load_file(target)
     assert before.keys() == after.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
@@ -110,7 +110,7 @@ def test_fold_reads_the_correction_from_the_checkpoint(run, tmp_path, suffix):
     else:
         save_file(model.state_dict(), source)
     code, out = run("fold", VIT, *SMALL_VIT, "--weights", source, "-o", target)
-    assert code == 0 and "folded 'balanced' into 2 attentions" in out
+    assert code == 0 and "folded 'balanced' into 2 attention layers" in out
     plain = small_vit().eval()
     plain.load_state_dict(load_file(target))
     x = torch.randn(1, 3, 224, 224)
@@ -131,7 +131,7 @@ def test_outputs_are_never_overwritten_by_accident(run, tmp_path):
     target.write_bytes(b"precious")
     code, _ = run("init", VIT, *SMALL_VIT, "-o", target)
     assert "exists; give another name or --force" in code and target.read_bytes() == b"precious"
-    code, _ = run("init", VIT, *SMALL_VIT, "-o", target, "--force")
+    code, _ = run("init", VIT, *SMALL_VIT, "--method", "gaussian", "-o", target, "--force")
     assert code == 0 and list(tmp_path.iterdir()) == [target]
     code, _ = run("init", VIT, *SMALL_VIT, "-o", tmp_path / "out.pt")
     assert "expected an output named *.safetensors" in code
@@ -150,7 +150,16 @@ def test_hugging_face_types_and_folders(run, tmp_path):
     assert type(loaded) is GPT2LMHeadModel
     assert torch.equal(loaded.transformer.h[0].attn.c_attn.weight, model.transformer.h[0].attn.c_attn.weight)
     # tied lm_head: saved once, loaded whole
-    code, _ = run("init", f"hf:{tmp_path / 'gpt2'}", "-o", tmp_path / "tied.safetensors")
+    code, _ = run(
+        "init",
+        f"hf:{tmp_path / 'gpt2'}",
+        "--method",
+        "conditioned",
+        "--option",
+        "projections=qk",
+        "-o",
+        tmp_path / "tied.safetensors",
+    )
     code, out = run("inspect", f"hf:{tmp_path / 'gpt2'}", "--weights", tmp_path / "tied.safetensors", "--json")
     assert code == 0 and json.loads(out)["sites"][0]["kappa_q"] == pytest.approx(1.0, abs=1e-4)
 

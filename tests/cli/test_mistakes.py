@@ -92,7 +92,7 @@ def test_a_disk_that_is_full_at_the_end(run, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
 
     monkeypatch.setattr(os, "replace", full)
-    told, _ = run("init", VIT, "-o", tmp_path / "o.safetensors")
+    told, _ = run("init", VIT, "--method", "gaussian", "-o", tmp_path / "o.safetensors")
     assert "could not be written: No space left on device" in told and not list(tmp_path.iterdir())
 
 
@@ -263,5 +263,5 @@ def test_a_run_that_ends_with_an_unknown_error(monkeypatch, capsys, tmp_path):
 
 def test_checkpoints_are_not_left_half_written(run, tmp_path):
     target = tmp_path / "o.safetensors"
-    assert run("init", VIT, "-o", target)[0] == 0
+    assert run("init", VIT, "--method", "gaussian", "-o", target)[0] == 0
     assert load_file(target) and [path.name for path in tmp_path.iterdir()] == [target.name]

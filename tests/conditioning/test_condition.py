@@ -310,9 +310,9 @@ def test_conditioning_twice_and_initialising_a_conditioned_model_are_refused():
     with pytest.raises(wc.ConditioningError, match="already conditioned; call wellcond.fold_"):
         wc.condition_(model, "balanced")
     with pytest.raises(wc.ConditioningError, match="already conditioned; call wellcond.fold_"):
-        wc.init_(model)
+        wc.init_(model, "conditioned")
     wc.fold_(model)
-    wc.init_(model)
+    wc.init_(model, "conditioned")
     wc.condition_(model, "polar")
 
 

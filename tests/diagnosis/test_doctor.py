@@ -21,7 +21,7 @@ def test_text_json_and_page(run, tmp_path):
     code, out = run("doctor", *MODEL, "--samples", 4, "-o", output, "--html", page)
     assert code == 0
     assert max(map(len, out.replace(str(tmp_path), "").splitlines())) <= 100
-    assert "1. warning: Position embeddings" in out and 'model.get_parameter("pos_embed").data.mul_' in out
+    assert "1. warning: Position embeddings" in out and 'wc.init_(model, "calibrated", batch=batch)' in out
     found = wc.Diagnosis.from_json(output.read_text())
     assert found.run["model"].startswith("timm:vit_tiny_patch16_224 img_size=32") and len(found.layers) == 2
     assert page.read_text().startswith("<!DOCTYPE html>")
@@ -40,7 +40,7 @@ def test_a_checkpoint_in_training(run, tmp_path):
         parameter.data += 0.1 * torch.randn_like(parameter)
     save_model(model, str(tmp_path / "weights.safetensors"))
     code, out = run("doctor", *MODEL, "--samples", 2, "--weights", tmp_path / "weights.safetensors")
-    assert code == 0 and "state: trained" in out and "Nothing to mend in 2 attentions." in out
+    assert code == 0 and "state: trained" in out and "Nothing to fix in 2 attention layers." in out
     code, out = run("doctor", *MODEL, "--samples", 2, "--weights", tmp_path / "weights.safetensors", "--fresh")
     assert "2 findings" in out
 

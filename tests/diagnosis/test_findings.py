@@ -1,4 +1,4 @@
-"""Every finding: a model in which the fault was planted has it, the mended one has not, healthy models have none."""
+"""Every finding: a model in which the fault was planted has it, the fixed one has not, healthy models have none."""
 
 import math
 import re
@@ -12,9 +12,9 @@ from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import wellcond as wc
-from wellcond.diagnosis.examine import is_fresh
-from wellcond.diagnosis.rules import CAUSAL, EXPLAINS, RULES, TABLES
+from wellcond.diagnosis.rules import CAUSAL, EXPLAINS, RULES
 from wellcond.diagnosis.thresholds import THRESHOLDS
+from wellcond.init.recommended import TABLES
 
 ROOT = Path(__file__).parents[2]
 SMALL_VIT = {"img_size": 8, "patch_size": 2, "in_chans": 1, "embed_dim": 64, "depth": 2, "num_heads": 4}
@@ -87,12 +87,12 @@ def run_remedy(diagnosis, kind, model, batch):
         "nn.MultiheadAttention",
     ],
 )
-def test_nothing_to_mend(build):
+def test_nothing_to_fix(build):
     model, batch = build()
-    found = wc.diagnose(model, batch)
+    found = wc.diagnose(model, batch, trained=False)
     assert kinds(found) == [] and found.fresh
-    assert repr(found) == f"Diagnosis({len(found.layers)} attentions, nothing to mend)"
-    assert "Nothing to mend" in str(found)
+    assert re.fullmatch(r"Diagnosis\(\d attention layers?, nothing to fix\)", repr(found))
+    assert "Nothing to fix in" in str(found)
 
 
 def test_a_model_that_was_trained_gives_no_false_alarm():
@@ -102,8 +102,8 @@ def test_a_model_that_was_trained_gives_no_false_alarm():
     found = wc.diagnose(model, images[:8])
     assert kinds(found) == ["positions", "projection-scale"]
     for kind in kinds(found):
-        mended = run_remedy(found, kind, model, images[:8])
-    assert kinds(mended) == []
+        fixed = run_remedy(found, kind, model, images[:8])
+    assert kinds(fixed) == []
     for step in range(60):
         at = torch.arange(64) + 64 * (step % 8)
         loss = nn.functional.cross_entropy(model(images[at]), labels[at])
@@ -113,15 +113,14 @@ def test_a_model_that_was_trained_gives_no_false_alarm():
     assert float(loss.detach()) < 1.5
     found = wc.diagnose(model, images[:8])
     assert not found.fresh and kinds(found) == []
-    assert "rules about a start do not apply" in str(found)
+    assert "rules for untrained models do not apply" in str(found)
 
 
 def test_norms_tell_whether_a_model_was_trained():
-    model = vit()
-    assert is_fresh(model)
+    model, (images, _) = vit(), digits(4)
+    assert wc.diagnose(model, images).fresh is True
     model.blocks[1].norm2.bias.data[3] = 1e-6
-    assert not is_fresh(model)
-    assert is_fresh(nn.MultiheadAttention(8, 2))
+    assert wc.diagnose(model, images).fresh is False
 
 
 # Planted faults
@@ -134,10 +133,10 @@ def test_small_positions():
     [finding] = found.findings
     assert finding.severity == "warning" and finding.value == pytest.approx(0.034, abs=0.003)
     assert "kappa(X)" in finding.verdict and finding.layers == ()
-    mended = run_remedy(found, "positions", model, images)
-    assert kinds(mended) == []
-    assert found.layers[0].kappa_tokens > 100 > 10 > mended.layers[0].kappa_tokens
-    assert mended.tokens.position_ratio == pytest.approx(1, abs=0.05)
+    fixed = run_remedy(found, "positions", model, images)
+    assert kinds(fixed) == []
+    assert found.layers[0].kappa_tokens > 100 > 20 > fixed.layers[0].kappa_tokens
+    assert fixed.tokens.position_ratio == pytest.approx(0.5, abs=0.05)
 
 
 def test_zero_positions():
@@ -192,9 +191,9 @@ def test_values_at_scale_one_under_a_causal_mask(method):
         wc.init_(model, method)
     found = wc.diagnose(model, batch)
     assert kinds(found) == ["value-scale"] and found.findings[0].record == CAUSAL
-    mended = run_remedy(found, "value-scale", model, batch)
-    assert "value-scale" not in kinds(mended)
-    assert mended.layers[0].scale_v == pytest.approx(0.16, rel=0.05)
+    fixed = run_remedy(found, "value-scale", model, batch)
+    assert "value-scale" not in kinds(fixed)
+    assert fixed.layers[0].attention_share == pytest.approx(0.15, rel=0.05)
 
 
 def test_values_at_scale_one_do_no_harm_if_nothing_is_added():
@@ -329,7 +328,8 @@ def test_values_as_large_as_a_large_stream_do_no_harm():
 
 def test_every_rule_has_a_limit_with_its_reason():
     names = {rule.__name__.strip("_").replace("_", "-") for rule in RULES}
-    assert names - {"not-finite"} == set(THRESHOLDS) - {"value-share"}  # a second limit of value-scale
+    further = {"value-share", "small-logits", "small-share"}  # limits of value-scale and projection-scale
+    assert names - {"not-finite", "not-seen"} == set(THRESHOLDS) - further
     assert all(threshold.reason for threshold in THRESHOLDS.values())
     assert {kind for explained in EXPLAINS.values() for kind in explained} | set(EXPLAINS) <= names
 
@@ -359,7 +359,7 @@ def test_numbers_of_the_records_are_those_of_the_tables():
 
 def test_the_page_of_the_documentation_has_every_limit():
     page = (ROOT / "docs/doctor.md").read_text("utf-8")
-    rows = re.findall(r"^\| `([a-z-]+)` \| (\w+) \|.*\| (start|always) \| ([\d.]+) \| (.*) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z-]+)` \| (\w+) \|.*\| (untrained|always) \| ([\d.]+) \| (.*) \|$", page, re.MULTILINE)
     assert {kind: (float(limit), reason) for kind, *_, limit, reason in rows} == {
         kind: (threshold.value, threshold.reason) for kind, threshold in THRESHOLDS.items()
     }

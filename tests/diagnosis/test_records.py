@@ -89,7 +89,7 @@ def test_the_page(found):
     odd = dataclasses.replace(found.layers[0], name="<script>alert(1)</script>")
     page = dataclasses.replace(found, layers=(odd, *found.layers)).to_html()
     assert page.startswith("<!DOCTYPE html>") and "<script>" not in page and "http" not in page
-    assert "2 findings in 3 attentions." in page and "κ(X)" in page
+    assert "2 findings in 3 attention layers." in page and "κ(X)" in page
     assert page.count("<article") == len(found.findings)
     assert "Findings" not in dataclasses.replace(found, findings=()).to_html()
 

@@ -158,8 +158,8 @@ def test_meta_then_memory_on_one_process():
     with torch.device("meta"):
         model = gpt2()
     with pytest.raises(wc.WeightError, match="meta device"):
-        wc.init_(model)
+        wc.init_(model, "conditioned")
     model.to_empty(device="cpu")
     model.apply(model._init_weights)
-    wc.init_(model)
+    wc.init_(model, "conditioned")
     assert torch.linalg.cond(wc.find_attention(model)[0].q.read()).max() < 1.001

@@ -262,11 +262,11 @@ def test_other_dtypes_are_the_float32_result_cast(dtype):
 
 
 def test_grouped_queries_and_wide_heads():
-    site = first(wc.init_(XTransformersAttention(12, heads=4, kv_heads=2, dim_head=5)))
+    site = first(wc.init_(XTransformersAttention(12, heads=4, kv_heads=2, dim_head=5), "conditioned"))
     assert site.q.read().shape == (4, 5, 12) and site.k.read().shape == (2, 5, 12)
     assert_semi_orthogonal(site.k.read())
     # head_dim > in_features: orthonormal columns, and an identity that runs out of columns.
-    wide = first(wc.init_(XTransformersAttention(4, heads=2, dim_head=6)))
+    wide = first(wc.init_(XTransformersAttention(4, heads=2, dim_head=6), "conditioned"))
     assert_semi_orthogonal(wide.q.read())
     assert torch.equal(wide.v.read()[0], torch.eye(6, 4))
 
@@ -274,12 +274,12 @@ def test_grouped_queries_and_wide_heads():
 def test_sites_restrict():
     model = stack(depth=2)
     before = model[0].attn.c_attn.weight.clone()
-    wc.init_(model, sites=wc.find_attention(model)[1:])
+    wc.init_(model, "conditioned", sites=wc.find_attention(model)[1:])
     assert torch.equal(model[0].attn.c_attn.weight, before)
     with pytest.raises(ValueError, match="not a part of this model"):
-        wc.init_(model, sites=wc.find_attention(stack()))
+        wc.init_(model, "conditioned", sites=wc.find_attention(stack()))
     with pytest.raises(ValueError, match="empty list"):
-        wc.init_(model, sites=[])
+        wc.init_(model, "conditioned", sites=[])
 
 
 def test_unknown_methods_and_options_list_the_choices():
@@ -306,25 +306,25 @@ def test_meta_and_frozen_parameters_are_refused():
     with torch.device("meta"):
         on_meta = stack()
     with pytest.raises(wc.WeightError, match=r"after the model is materialised: model.to_empty"):
-        wc.init_(on_meta)
+        wc.init_(on_meta, "conditioned")
     frozen = stack()
     frozen[1].attn.c_attn.weight.requires_grad_(False)
     before = frozen[0].attn.c_attn.weight.clone()
     with pytest.raises(wc.WeightError, match=r"1.attn \(q\) is frozen"):
-        wc.init_(frozen)
+        wc.init_(frozen, "conditioned")
     assert torch.equal(frozen[0].attn.c_attn.weight, before)
 
 
 def test_tied_weights_are_refused_unless_every_holder_is_rewritten_alike():
     model = stack(XTransformersAttention, depth=2)
     model[1].attn.to_q.weight = model[0].attn.to_q.weight
-    wc.init_(model)  # both holders are queries of the same shape
+    wc.init_(model, "conditioned")  # both holders are queries of the same shape
     assert_semi_orthogonal(first(model).q.read())
     with pytest.raises(wc.WeightError, match="is tied: the same parameter is used as 0.attn.to_q.weight, 1.attn"):
-        wc.init_(model, sites=wc.find_attention(model)[:1])
+        wc.init_(model, "conditioned", sites=wc.find_attention(model)[:1])
     model[0].attn.to_k.weight = model[0].attn.to_q.weight
     with pytest.raises(wc.WeightError, match="tied"):
-        wc.init_(model)
+        wc.init_(model, "conditioned")
 
 
 def test_a_failure_while_planning_leaves_the_model_as_it_was(monkeypatch):
@@ -351,10 +351,10 @@ def test_a_failure_while_planning_leaves_the_model_as_it_was(monkeypatch):
 
 def test_davit_channel_attention_gets_its_identity_on_the_linear_path():
     model = timm.create_model("davit_tiny", embed_dims=(24, 48), depths=(1, 1), num_heads=(2, 4))
-    by_role = [s for s in wc.find_attention(wc.init_(model)) if s.kind == "channel"]
+    by_role = [s for s in wc.find_attention(wc.init_(model, "conditioned")) if s.kind == "channel"]
     eye = torch.eye(12, 24).expand(2, 12, 24)
     assert torch.equal(by_role[0].q.read(), eye) and not torch.equal(by_role[0].v.read(), eye)
-    wc.init_(model, roles="by_name")
+    wc.init_(model, "conditioned", roles="by_name")
     assert torch.equal(by_role[0].v.read(), eye) and not torch.equal(by_role[0].q.read(), eye)
 
 

@@ -171,9 +171,9 @@ def test_where_tying_is_impossible_nothing_is_changed(message, method):
 def test_an_unknown_logit_scale_is_refused_and_other_sites_can_be_left_out():
     model = gpt2(n_layer=2, add_cross_attention=True)
     with pytest.raises(wc.WeightError, match="logit scale is learned or not known"):
-        wc.init_(model, keys="tied", sites=[replace(first(model), scale=None)])
+        wc.init_(model, "conditioned", keys="tied", sites=[replace(first(model), scale=None)])
     own = [site for site in wc.find_attention(model) if not site.cross]
-    wc.init_(model, keys="tied", sites=own)
+    wc.init_(model, "conditioned", keys="tied", sites=own)
     assert all(torch.equal(site.k.read(), site.q.read()) is not site.cross for site in wc.find_attention(model))
 
 
@@ -196,5 +196,5 @@ def test_in_a_recipe():
     method = MethodSettings.model_validate("conditioned(keys=tied, own_token=0.25)")
     assert method.label == "conditioned(keys=tied, own_token=0.25)" and method.init_options["keys"] == "tied"
     model = method.apply_(gpt2(), seed=3)
-    expected = wc.init_(gpt2(), keys="tied", own_token=0.25, generator=generator(3))
+    expected = wc.init_(gpt2(), "conditioned", keys="tied", own_token=0.25, generator=generator(3))
     assert torch.equal(first(model).k.read(), first(expected).q.read())

@@ -55,6 +55,7 @@ def test_commands_refuse_a_pickle_of_code(command, suffix, canary, tmp_path, run
     path = tmp_path / f"model{suffix}"
     path.write_bytes(saved(canary.payload, "zip"))
     outputs = {"fold": ["-o", tmp_path / "out.safetensors"], "init": ["-o", tmp_path / "out.safetensors"]}
+    outputs["init"] += ["--input", "random"]
     code, _ = run(command, VIT, *SMALL, "--weights", path, *outputs.get(command, []))
     assert str(code).startswith(f"error: {path}")
     assert not (tmp_path / "out.safetensors").exists()

@@ -23,6 +23,11 @@ MASKED = 50.0
 """Logits that far below the largest of their row are masked: libraries add -100, -1e4 or -inf."""
 COMPARED_KINDS = ("softmax", "channel")
 """Attentions whose first softmax is of logits that grow with Q and K."""
+HOW_TO_SEE = (
+    "run it with scaled_dot_product_attention or plain matrix products, in Hugging Face models "
+    'model.set_attn_implementation("sdpa")'
+)
+"""What to do where no softmax is visible; training may use any kernel."""
 
 
 @dataclass(eq=False)
@@ -57,6 +62,11 @@ class Signals:
     """In the order of their attentions."""
     outputs: dict[str, Tensor]
     """What the modules asked for put out, by name."""
+    not_seen: dict[str, str]
+    """By the name of the attention layer: why its logits were not seen; no entry where they were, or where there are
+    none that grow with Q and K."""
+    not_called: tuple[str, ...] = ()
+    """Attention layers that this batch does not reach."""
 
 
 def read_signals(
@@ -77,17 +87,21 @@ def read_signals(
         observe: called with every site and its first call, as soon as that has returned.
     """
     blocks = find_blocks(model, sites)
-    found = Signals({}, blocks, {})
+    spreads: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
+    not_seen: dict[str, str] = {}
 
     def finish(site: AttentionSite, call: SiteCall) -> None:
-        if site.kind in COMPARED_KINDS and call.softmaxes:
+        if site.kind in COMPARED_KINDS and not call.softmaxes:
+            not_seen[site.name] = _why_not_seen(call)
+        elif site.kind in COMPARED_KINDS:
             logits = call.softmaxes[0][0]
             if is_distributed(site.q.parameter) and logits.dim() == 4 and logits.shape[1] != site.num_heads:
                 raise WeightError(
                     f"{site.name}: its heads are spread over processes (tensor parallelism), so that none sees the "
                     "logits of all; do this before the model is parallelised"
                 )
-            found.spreads[site.name] = logit_spread(logits, site.num_heads)
+            spreads[site.name] = logit_spread(logits, site.num_heads)
         if site.o is None or any(site.o.owner is module for module in site.module.modules()):
             _note_attention(blocks, site, call.output)
         if observe is not None:
@@ -99,10 +113,17 @@ def read_signals(
             for handle in _watch_block(block):
                 stack.callback(handle.remove)
         for name in outputs:
-            keep = _keeper(found.outputs, name)
+            keep = _keeper(kept, name)
             stack.callback(model.get_submodule(name).register_forward_hook(keep).remove)
-        watch_sites(model, batch, sites, finish)
-    return found
+        counts = watch_sites(model, batch, sites, finish)
+    not_called = tuple(site.name for site, count in zip(sites, counts, strict=True) if not count)
+    return Signals(spreads, blocks, kept, not_seen, not_called)
+
+
+def _why_not_seen(call: SiteCall) -> str:
+    names = ", ".join(dict.fromkeys(call.kernels))
+    inside = f"it is computed inside {names}" if names else "its kernel is none of torch's operators"
+    return f"no softmax was visible: {inside}"
 
 
 def find_blocks(model: nn.Module, sites: Sequence[AttentionSite]) -> list[BlockSignals]:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellcond.attention.probe import ProductRecorder
 from wellcond.attention.site import AttentionSite
 
 ROLES = ("query", "key", "value")
+TORCH_OPERATORS = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional")
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -47,6 +50,8 @@ class SiteCall:
     output: Any = None
     products: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     softmaxes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    """Operators outside torch's own set, and higher-order ones (flex_attention): what happens inside is not seen."""
     repeated: set[str] = field(default_factory=set)
     done: bool = False
 
@@ -55,6 +60,16 @@ class SiteRecorder(ProductRecorder):
     """Records products and softmaxes, but only while an attention is running: other operations cost nothing more."""
 
     call: SiteCall | None = None
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record the operation; of one that cannot be looked into, its name."""
+        higher_order = isinstance(func, HigherOrderOperator)
+        if self.call is not None and (higher_order or func.namespace not in TORCH_OPERATORS):
+            self.call.kernels.append(func.name() if higher_order else str(func.overloadpacket))
+        if higher_order:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def begin(self, call: SiteCall) -> None:
         """Record into this call from now on."""
@@ -201,7 +216,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         torch.no_grad(),
         torch.random.fork_rng(devices=devices),
         plain_kernels(),
-        _not_compiled(model),
+        _not_compiled(),
         evaluation_mode(model),
     ):
         yield
@@ -219,10 +234,13 @@ def plain_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
-def _not_compiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Compiled code calls no hooks: run the original."""
-    compiled = (hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in model.modules())
-    return torch.compiler.set_stance("force_eager") if any(compiled) else contextlib.nullcontext()
+def _not_compiled() -> contextlib.AbstractContextManager[Any]:
+    """Compiled code calls no hooks, and flex_attention compiles itself: run the original.
+
+    Where torch's compiler was never loaded, nothing can be compiled; loading it takes seconds.
+    """
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

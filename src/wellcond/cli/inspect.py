@@ -20,6 +20,7 @@ from wellcond.cli import app as cli
 from wellcond.cli.console import make_console, print_table
 from wellcond.errors import AttentionNotFoundError, WeightError, check_choice
 from wellcond.files import to_json
+from wellcond.init import recommended
 from wellcond.lab.report.table import Cell, Table
 from wellcond.models import ModelSpecError, build_model, check_model, is_local_code, parse_values
 from wellcond.version import __version__
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 FIELDS = ("kind", "num_heads", "num_kv_heads", "head_dim", "in_features", "arrangement", "scale", "qk_norm", "evidence")
 MOST_RANDOM = 500_000_000
 """Parameters of a model that is built with random weights if it is only named: 2 GB, and seconds to draw."""
+CALIBRATED = "calibrated"
+METHOD_HELP = (
+    f"{recommended.METHOD}, with --input, is recommended; {recommended.WITHOUT_TOKENS} for image models without "
+    "learned positions (Swin, XCiT); or default, conditioned, ..."
+)
 NO_WEIGHTS = "Built without weights, since random ones of this size say nothing; give real ones: --weights, hf:PATH."
 
 
@@ -44,7 +50,7 @@ def inspect(
     json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False,
     zoo: Annotated[str | None, Option(metavar="NAME", help="Instead of a model, all of a library: timm or hf.")] = None,
 ) -> None:
-    """List every attention of MODEL: kind, heads, widths, layout, condition numbers of W_Q, W_K, W_V."""
+    """List every attention layer of MODEL: kind, heads, widths, layout, condition numbers of W_Q, W_K, W_V."""
     if (model is None) == (zoo is None):
         raise typer.BadParameter("give either a MODEL or --zoo timm|hf")
     if model is None:
@@ -78,9 +84,9 @@ def inspect(
     out = make_console()
     print_table(out, Table.of("attention", "", list(map(_show, rows)), words=(0, 1, 2, 3, 4, 8)))
     stored = "W" if conditioning is None else f"W + C ({conditioning['method']})"
-    told = note or f"κ: worst over heads of σ_max/σ_min of each head's {stored}."
-    told += f" {len(rows)} attentions, {parameters:,} parameters in {title}."
-    out.print(told, markup=False, soft_wrap=bool(note))
+    summary = note or f"κ: worst over heads of σ_max/σ_min of each head's {stored}."
+    summary += f" {len(rows)} attention layers, {parameters:,} parameters in {title}."
+    out.print(summary, markup=False, soft_wrap=bool(note))
     for refusal in scan.refusals:
         out.print(f"[yellow]not understood:[/] {refusal}")
 
@@ -165,19 +171,24 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
 def init(
     model: cli.Model,
     output: cli.Output,
-    method: Annotated[str, Option(metavar="NAME", help="Or gaussian, orthogonal, mimetic, ...")] = "conditioned",
+    method: Annotated[str, Option(metavar="NAME", help=METHOD_HELP)] = recommended.METHOD,
     weights: cli.Weights = None,
     option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Of the method; repeatable.")] = None,
-    input: Annotated[str | None, Option(metavar="INPUT", help=f"For calibrated: {cli.INPUT_HELP}")] = None,
+    input: Annotated[str | None, Option(metavar="INPUT", help=f"For {CALIBRATED}: {cli.INPUT_HELP}")] = None,
     model_arg: cli.ModelArguments = None,
     seed: cli.Seed = 0,
     force: cli.Force = False,
 ) -> None:
-    """Initialise the attention of MODEL and write a plain checkpoint."""
+    """Initialise the attention of MODEL, which is to be trained from scratch, and write a plain checkpoint."""
     options = parse_values(option or [])
     cli.check_outputs(output, force=force, suffix=".safetensors")
-    if (input is None) == (method == "calibrated"):
-        raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
+    if method == CALIBRATED and input is None:
+        raise typer.BadParameter(
+            f"--method {method}, the recommended one, sets tokens and weights on a batch: expected --input (your data: "
+            f"{cli.INPUT_HELP}), found none. Without data: --method {recommended.WITHOUT_TOKENS}"
+        )
+    if method != CALIBRATED and input is not None:
+        raise typer.BadParameter(f"expected no --input with --method {method}: only {CALIBRATED} reads data")
     if input is not None:
         cli.check_input(input)
     built = cli.build_loaded(model, model_arg, weights, seed)
@@ -195,7 +206,7 @@ def init(
         said = f" with {', '.join(option)}" if option else ""
         raise cli.OptionError(f"--method {method}{said}: {error}") from error
     save_weights(built, output, overwrite=force)
-    typer.echo(f"wrote {output}: {len(find_attention(built))} attentions initialised as {method!r}")
+    typer.echo(f"wrote {output}: {len(find_attention(built))} attention layers initialised as {method!r}")
 
 
 @cli.app.command("fold", rich_help_panel=cli.MODELS)
@@ -219,4 +230,4 @@ def fold(
         raise WeightError(f"{weights} is a plain checkpoint already: it names no correction to fold")
     fold_(built)
     save_weights(built, output, overwrite=force)
-    typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attentions")
+    typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attention layers")

@@ -26,7 +26,7 @@ def main() -> None:
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exception(error)
         print(f"error: {_explain(error)}", file=sys.stderr)
-        # What the user can mend, as a wrong option, or what only wellcond can.
+        # What the user can fix, as a wrong option, or what only wellcond can.
         sys.exit(2 if isinstance(error, WellcondError | MemoryError | OSError) else 1)
 
 

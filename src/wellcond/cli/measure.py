@@ -31,7 +31,7 @@ def doctor(
     model_arg: cli.ModelArguments = None,
     samples: cli.Samples = 8,
     tokens: cli.Tokens = 32,
-    trained: Annotated[bool | None, Option("--trained/--fresh", help="By default its norms tell.")] = None,
+    trained: Annotated[bool | None, Option("--trained/--fresh", help="By default its norms show it.")] = None,
     jacobian: Annotated[bool, Option("--jacobian", help="Also measure kappa(J) of every head; minutes.")] = False,
     seed: cli.Seed = 0,
     json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
@@ -39,7 +39,7 @@ def doctor(
     html: cli.HtmlFile = None,
     force: cli.Force = False,
 ) -> None:
-    """Say what is wrong with the attention of MODEL, and which line of code mends it; seconds."""
+    """Say what is wrong with the attention of MODEL, and which line of code fixes it; seconds."""
     cli.check_outputs(output, html, force=force)
     built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
     from wellcond.diagnosis.diagnose import diagnose

@@ -1,1 +1,1 @@
-"""What is wrong with a model's attention, and the line that mends it: `wellcond.diagnose`."""
+"""What is wrong with a model's attention, and the line that fixes it: `wellcond.diagnose`."""

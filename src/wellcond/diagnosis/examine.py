@@ -1,9 +1,10 @@
-"""What one forward pass shows of every attention: its tokens, logits, maps, weights, and what it adds to the stream."""
+"""What one forward pass shows of every attention layer: tokens, logits, maps, weights, what it adds to the stream."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from wellcond.attention.signals import BlockSignals, Signals, read_signals, root
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.attention.watch import SiteCall, first_tensor
 from wellcond.conditioning.methods import per_projection
-from wellcond.diagnosis.records import LayerFacts, TokenFacts
+from wellcond.diagnosis.finite import find_not_finite, watch_finite
+from wellcond.diagnosis.records import LayerFacts, NotFinite, TokenFacts
 from wellcond.diagnosis.thresholds import THRESHOLDS
 from wellcond.init.tokens import embedding_layers, embedding_spread, position_tables
 from wellcond.jacobian.diagnosis import map_statistics
@@ -30,21 +32,32 @@ SINGLE_PRECISION = 1e-6
 PROBES = 8
 
 
-def examine(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) -> tuple[tuple[LayerFacts, ...], TokenFacts]:
-    """Run the model once, in evaluation mode and without gradients, and describe every attention and the tokens."""
+@dataclass(frozen=True)
+class Examined:
+    """What one forward pass showed."""
+
+    layers: tuple[LayerFacts, ...]
+    tokens: TokenFacts
+    not_finite: NotFinite | None
+
+
+def examine(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) -> Examined:
+    """Run the model once, in evaluation mode and without gradients; describe every attention layer and the tokens."""
     seen: dict[str, dict[str, Any]] = {}
 
     def observe(site: AttentionSite, call: SiteCall) -> None:
         seen[site.name] = _of_tokens(site, call) | _of_map(site, call)
 
     layers = embedding_layers(model)
-    signals = read_signals(model, batch, sites, outputs=[name for name, _ in layers], observe=observe)
+    with watch_finite(model) as watch:
+        signals = read_signals(model, batch, sites, outputs=[name for name, _ in layers], observe=observe)
     correction = conditioning_of(model)
     facts = []
     for site in sites:
         fields = _of_weights(site) | seen.get(site.name, {}) | _of_block(site, signals)
         if len(fields.get("collapsed_heads", ())) == site.num_heads:
             fields["logit_spread"] = None  # all keys but one look as if they were masked
+        fields |= _not_seen(site, signals, seen.get(site.name))
         fields["saturation"] = _saturation(site, correction, fields.get("num_tokens"))
         facts.append(
             LayerFacts(
@@ -58,21 +71,42 @@ def examine(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) -> tup
                 **fields,
             )
         )
-    return tuple(facts), _of_embeddings(model, layers, signals)
+    return Examined(tuple(facts), _of_embeddings(model, layers, signals), find_not_finite(model, watch))
 
 
-def is_fresh(model: nn.Module) -> bool:
+def is_fresh(model: nn.Module) -> bool | None:
     """Whether no norm was trained: all entries of its gain are equal, and those of its bias.
 
-    A model without norms that have parameters is taken for a new one.
+    None where norms do not show it: none has parameters (OLMo 1, nanochat), or they could not have changed, because
+    they are frozen, or gains of 16 bits, near which small updates round to nothing.
     """
+    known = None
     for module in model.modules():
         if "norm" in type(module).__name__.lower():
             for parameter in module.parameters(recurse=False):
-                values = whole(parameter).detach()
-                if values.numel() > 1 and not bool((values == values.flatten()[0]).all()):
+                values = whole(parameter).detach().flatten()
+                if values.numel() < 2:
+                    continue
+                if not bool((values == values[0]).all()):
                     return False
-    return True
+                coarse = values.dtype in (torch.float16, torch.bfloat16) and float(values[0]) != 0.0
+                if parameter.requires_grad and not coarse:
+                    known = True
+    return known
+
+
+def _not_seen(site: AttentionSite, signals: Signals, seen: dict[str, Any] | None) -> dict[str, Any]:
+    """What the pass did not show of a layer, and why."""
+    if site.name in signals.not_called:
+        return {"called": False, "not_seen": ("not called on this batch",)}
+    if site.name in signals.not_seen:
+        reason = f"logits and attention map: {signals.not_seen[site.name]}"
+        return {"not_seen": (reason,), "logits_hidden": True}
+    if seen is None:
+        return {"not_seen": ("logits and attention map: it runs inside another attention layer",)}
+    if site.kind == "softmax" and "collapsed_heads" not in seen:
+        return {"not_seen": ("dead heads: the heads of its attention map could not be separated",)}
+    return {}
 
 
 # Tokens

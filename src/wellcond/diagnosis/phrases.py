@@ -8,8 +8,8 @@ from wellcond.diagnosis.records import LayerFacts
 
 
 def title_of(layer: LayerFacts) -> str:
-    """Its name; an attention that is the whole model has none."""
-    return layer.name or "the attention"
+    """Its name; an attention layer that is the whole model has none."""
+    return layer.name or "the attention layer"
 
 
 def names_of(layers: Sequence[LayerFacts]) -> tuple[str, ...]:
@@ -20,7 +20,7 @@ def names_of(layers: Sequence[LayerFacts]) -> tuple[str, ...]:
 def some_of(layers: Sequence[LayerFacts]) -> str:
     """The first layer by name, the others by number."""
     rest = len(layers) - 1
-    return title_of(layers[0]) + (f" and {count(rest, 'more attention')}" if rest else "")
+    return title_of(layers[0]) + (f" and {count(rest, 'more attention layer')}" if rest else "")
 
 
 def count(number: int, what: str) -> str:
@@ -31,20 +31,6 @@ def count(number: int, what: str) -> str:
         ('1 head', '2 heads')
     """
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def only_sites(number: int, layers: Sequence[LayerFacts]) -> str:
-    """The option of `init_` that leaves other attentions of a model that has `number` of them alone."""
-    if len(layers) == number:
-        return ""
-    return f", sites=[site for site in wc.find_attention(model) if site.name in {[layer.name for layer in layers]}]"
-
-
-def scale_line(names: Sequence[str], factor: float) -> str:
-    """The line that multiplies parameters."""
-    if len(names) == 1:
-        return f'model.get_parameter("{names[0]}").data.mul_({factor:g})'
-    return f"for name in {list(names)}: model.get_parameter(name).data.mul_({factor:g})"
 
 
 def two_digits(factor: float) -> float:

@@ -17,7 +17,7 @@ Severity = Literal["fault", "warning", "note"]
 SEVERITIES: dict[Severity, str] = {
     "fault": "part of the model does not learn",
     "warning": "our records show that it costs quality",
-    "note": "worth knowing; our records show no harm",
+    "note": "worth knowing; no harm is shown",
 }
 
 
@@ -27,7 +27,7 @@ class DiagnosisError(WellcondError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """One attention on one batch; None where a number is not defined or was not seen."""
+    """One attention layer on one batch; None where a number is not defined or was not seen."""
 
     name: str
     kind: str
@@ -35,8 +35,14 @@ class LayerFacts:
     num_kv_heads: int
     head_dim: int
     width: int
+    called: bool = True
+    """Whether the batch reaches this layer."""
+    not_seen: tuple[str, ...] = ()
+    """What the forward pass did not show, and why: rules that need it were not applied."""
+    logits_hidden: bool = False
+    """Whether the layer was called and its logits could not be seen."""
     num_tokens: int | None = None
-    """Tokens of one sample or window; None if the attention was not called."""
+    """Tokens of one sample or window; None if that was not seen."""
     causal: bool | None = None
     """Whether no token saw a later one on this batch."""
     finite: bool = True
@@ -101,14 +107,26 @@ class TokenFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotFinite:
+    """Where NaN or infinity was found first; empty text where there was none."""
+
+    batch: str = ""
+    """In what the model was called with."""
+    weights: str = ""
+    """In its parameters and buffers."""
+    activations: str = ""
+    """In what a module computed, or was given by another."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing to know, the line that mends it, and what our records say about that line."""
+    """One thing to know, the line that fixes it, and what our records say about that line."""
 
     kind: str
     severity: Severity
     verdict: str
     layers: tuple[str, ...] = ()
-    """Attentions that it is about; empty for the model as a whole."""
+    """Attention layers that it is about; empty for the model as a whole."""
     value: float
     """The worst number found; of heads, how many."""
     threshold: float
@@ -125,17 +143,19 @@ class Finding:
 class Diagnosis:
     """What `diagnose` found: findings in order of weight, and the numbers of every layer.
 
-    `findings` is empty where there is nothing to mend.
+    `findings` is empty where there is nothing to fix, and nothing that was not seen.
     """
 
     findings: tuple[Finding, ...]
     layers: tuple[LayerFacts, ...]
     tokens: TokenFacts
-    fresh: bool
-    """Whether the model was taken for one before training: rules about a start apply."""
+    fresh: bool | None
+    """Whether the model is untrained, so that rules for untrained models apply; None if that cannot be known."""
     conditioning: dict[str, Any] | None = None
     not_understood: tuple[str, ...] = ()
     """Modules that look like attention and could not be read."""
+    not_finite: NotFinite | None = None
+    """Where NaN or infinity was found; None where there was none."""
     run: dict[str, str] = field(default_factory=dict)
     """What was examined, in words: ``model``, ``input`` and the ``version`` of wellcond."""
     schema: int = SCHEMA
@@ -143,7 +163,9 @@ class Diagnosis:
     def __repr__(self) -> str:
         """One line."""
         kinds = ", ".join(f"{finding.kind} ({finding.severity})" for finding in self.findings)
-        return f"Diagnosis({len(self.layers)} attentions, {kinds or 'nothing to mend'})"
+        from wellcond.diagnosis.phrases import count
+
+        return f"Diagnosis({count(len(self.layers), 'attention layer')}, {kinds or 'nothing to fix'})"
 
     def __str__(self) -> str:
         """The same as `to_text()`."""

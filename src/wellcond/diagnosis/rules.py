@@ -1,52 +1,42 @@
 """From facts to findings: one function per rule, in the order in which findings of equal severity are shown.
 
-Rules about a start speak of models before training only: trained weights are what training made them.
+Rules for untrained models, and every fix that overwrites weights, need certainty that the model is untrained: trained
+weights are what training made them. What they advise is the one recommendation (`wellcond.init.recommended`), for the
+layers concerned.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from wellcond.attention.signals import HOW_TO_SEE
+from wellcond.diagnosis.case import Case
 from wellcond.diagnosis.examine import MOST_TOKENS
-from wellcond.diagnosis.phrases import (
-    count,
-    names_of,
-    only_sites,
-    scale_line,
-    some_of,
-    title_of,
-    two_digits,
-)
-from wellcond.diagnosis.records import SEVERITIES, Finding, LayerFacts, Severity, TokenFacts
+from wellcond.diagnosis.phrases import count, names_of, some_of, title_of, two_digits
+from wellcond.diagnosis.records import SEVERITIES, Finding, LayerFacts, Severity
 from wellcond.diagnosis.thresholds import THRESHOLDS, above
+from wellcond.init.recommended import TABLES
 
-TABLES = "results/evidence/tables.md"
 CAUSAL = "results/evidence/causal/report/report.md"
+NO_RECORD = "None of our records is about this line."
 EXPLAINS = {
-    "not-finite": {"dead-heads", "logits", "precision", "stream", "positions", "words", "value-scale"},
+    "not-finite": {
+        "dead-heads",
+        "logits",
+        "precision",
+        "stream",
+        "positions",
+        "words",
+        "value-scale",
+        "projection-scale",
+    },
     "lambda": {"dead-heads", "logits", "precision", "stream", "value-scale", "shared-values"},
     "dead-heads": {"logits"},
     "words": {"stream"},
     "value-scale": {"shared-values"},
 }
 """Findings that follow from another are left out beside it."""
-WORD_LENGTH, POSITION_RATIO, STREAM_SHARE = 0.55, 1.0, 2.5
-"""What the remedies aim at: the values of the best starts in the records."""
-LIBRARY_STD = 0.02
-"""With which timm and Hugging Face draw weights."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """What the rules judge."""
-
-    layers: Sequence[LayerFacts]
-    tokens: TokenFacts
-    fresh: bool
-
-
 Rule = Callable[[Case], Finding | None]
 
 
@@ -60,18 +50,36 @@ def judge(case: Case) -> tuple[Finding, ...]:
 
 
 def _not_finite(case: Case) -> Finding | None:
-    bad = [layer for layer in case.layers if not layer.finite]
-    if not bad:
+    found = case.not_finite
+    if found is None:
         return None
+    bad = [layer for layer in case.layers if not layer.finite]
+    reached = f" They reach or leave {some_of(bad)}." if bad else ""
+    remedy = "model.load_state_dict(checkpoint)  # an earlier one, at a lower learning rate"
+    if found.weights:
+        verdict = f"The weights are not finite ({found.weights}): this model has diverged, or its file is damaged."
+        verdict += f" The batch is not finite either ({found.batch})." if found.batch else ""
+    elif found.batch:
+        verdict = (
+            f"The batch is not finite ({found.batch}), the weights are: nothing is known about how the model treats "
+            "finite numbers."
+        )
+        remedy = "assert torch.isfinite(tensor).all()  # of every tensor, where the batch is made"
+    else:
+        verdict = (
+            f"Batch and weights are finite, and {found.activations}: numbers overflow their type, or every key of some "
+            "token is masked."
+        )
+        remedy = "model.float()  # shows whether the type is too narrow; and look at the mask"
     return Finding(
         kind="not-finite",
         severity="fault",
-        verdict=f"NaN or infinite numbers reach or leave {some_of(bad)}: this model has diverged.",
+        verdict=verdict + reached,
         layers=names_of(bad),
         value=math.nan,
         threshold=math.inf,
-        remedy="model.load_state_dict(checkpoint)  # an earlier one, at a lower learning rate",
-        evidence="None of our records is about this line.",
+        remedy=remedy,
+        evidence=NO_RECORD,
     )
 
 
@@ -82,6 +90,8 @@ def _lambda(case: Case) -> Finding | None:
     worst, tokens = bad[0].saturation, bad[0].num_tokens
     assert worst is not None and tokens is not None
     gap = worst * (math.log(tokens) + 5)
+    product = math.prod(case.lam) if case.lam is not None else 1.0
+    gentle = min(1.0, two_digits(math.sqrt(product / worst / 2)))
     return _finding(
         "lambda",
         "fault",
@@ -89,9 +99,9 @@ def _lambda(case: Case) -> Finding | None:
         "sees little but itself and W_Q, W_K hardly learn.",
         bad,
         worst,
-        'wc.condition_(model, "balanced")  # in place of "identity"; or lam=1',
-        "lam = 10 has 21.1 % on digits and 18.1 on CIFAR-10, where the default has 91.2 and 31.2, balanced 91.5 and "
-        "31.5, lam = 1 91.2 and 31.2. In GPT-2 it beats a weak default and loses to larger embeddings (53.0 and 41.7).",
+        f'wc.condition_(model, "identity", lam={gentle:g})  # on the model built again; or no correction at all',
+        "lam = 10 has 21.1 % on digits and 18.1 on CIFAR-10, where the default without a correction has 91.2 and 31.2, "
+        "lam = 1 91.2 and 31.2. In GPT-2 it beats a weak default and loses to larger embeddings (53.0 and 41.7).",
         TABLES,
     )
 
@@ -102,10 +112,10 @@ def _dead_heads(case: Case) -> Finding | None:
         return None
     heads = sum(len(layer.dead_heads) for layer in bad)
     whole = [layer for layer in bad if len(layer.dead_heads) == layer.num_heads]
+    why = "both factors of a product (W_Q and W_K, or W_V and W_O) are zero"
     if any(layer.collapsed_heads for layer in bad):
-        why, options = "every token attends to one key alone", ', projections="qk"'
-    else:
-        why, options = "both factors of a product (W_Q and W_K, or W_V and W_O) are zero", ""
+        why = "every token attends to one key alone"
+    remedy, evidence, record = _redraw(case, bad, "of before they died, with a lower learning rate for W_Q and W_K")
     return _finding(
         "dead-heads",
         "fault" if case.fresh or whole else "warning",
@@ -113,22 +123,27 @@ def _dead_heads(case: Case) -> Finding | None:
         "gradient.",
         bad,
         float(heads),
-        f'wc.init_(model, "gaussian"{options}{only_sites(len(case.layers), bad)})',
-        "As a start gaussian is as good as any in the records (digits 92.7 %, conditioned 92.9). None is about "
-        "redrawing heads in training.",
-        TABLES,
+        remedy,
+        evidence,
+        record,
     )
+
+
+def _redraw(case: Case, bad: Sequence[LayerFacts], which: str) -> tuple[str, str, str]:
+    """Remedy, evidence and record for heads that are of no use: drawn again only if the model is untrained."""
+    if case.fresh:
+        return case.initialise(bad, redraw=True), *case.evidence
+    return f"model.load_state_dict(checkpoint)  # one {which}", NO_RECORD, ""
 
 
 def _positions(case: Case) -> Finding | None:
     ratio = case.tokens.position_ratio
     if not case.fresh or ratio is None or not ratio < THRESHOLDS["positions"].value:
         return None
-    factor = two_digits(POSITION_RATIO / ratio) if ratio > 0 else math.inf
-    remedy = scale_line(case.tokens.positions, factor)
+    remedy = case.initialise()
     if ratio == 0:
         name, std = case.tokens.positions[0], case.tokens.spread
-        remedy = f'torch.nn.init.normal_(model.get_parameter("{name}"), std={std:.2g})'
+        remedy = f'torch.nn.init.normal_(model.get_parameter("{name}"), std={std:.2g}); {remedy}'
     return _finding(
         "positions",
         "warning",
@@ -137,9 +152,7 @@ def _positions(case: Case) -> Finding | None:
         [],
         ratio,
         remedy,
-        "With positions (and patches) at a searched scale digits rise from 91.2 to 97.5 %, CIFAR-10 with ViT from 31.2 "
-        "to 33.5: more than any attention start gives. The factor is worth a search of its own.",
-        TABLES,
+        *case.evidence,
     )
 
 
@@ -149,8 +162,8 @@ def _about_tokens(layer: LayerFacts) -> str:
         return ""
     wide, long = math.sqrt(layer.width), math.sqrt(min(layer.num_tokens, MOST_TOKENS))
     usual = (wide + long) / max(abs(wide - long), 1e-9)
-    told = f": kappa(X) is {layer.kappa_tokens:.3g} in the first attention, {usual:.2g} for Gaussian tokens"
-    return told if layer.kappa_tokens > 3 * usual else ""
+    text = f": kappa(X) is {layer.kappa_tokens:.3g} in the first attention layer, {usual:.2g} for Gaussian tokens"
+    return text if layer.kappa_tokens > 3 * usual else ""
 
 
 def _words(case: Case) -> Finding | None:
@@ -164,35 +177,30 @@ def _words(case: Case) -> Finding | None:
         "add soon outweighs them.",
         [],
         length,
-        scale_line([f"{name}.weight" for name in case.tokens.embeddings], two_digits(WORD_LENGTH / length)),
-        "GPT-2 of width 64 with embeddings x 3.46 (length 0.55) and matrices at the scale of GPT-2 small: perplexity "
-        "41.7 where its library's start has 59.6 (TinyStories), 185 and 319 (WikiText-2). Embeddings alone: 36.3 and "
-        "39.6 in pilot runs of two seeds.",
-        TABLES,
+        case.initialise(),
+        *case.evidence,
     )
 
 
 def _value_scale(case: Case) -> Finding | None:
     def value(layer: LayerFacts) -> float | None:
-        heard = layer.attention_share is None or _own_share(layer) >= THRESHOLDS["value-share"].value
+        heard = not layer.scales_itself and _own_share(layer) >= THRESHOLDS["value-share"].value
         return layer.scale_v if layer.causal and heard else None
 
     bad = above(case.layers, value, "value-scale") if case.fresh else []
     if not bad:
         return None
     assert bad[0].scale_v is not None
-    usual = min(LIBRARY_STD * math.sqrt(bad[0].width), WORD_LENGTH)
-    factor = two_digits(usual / bad[0].scale_v)
     return _finding(
         "value-scale",
         "warning",
-        f"W_V starts at scale {bad[0].scale_v:.2g} under a causal mask ({some_of(bad)}): an average of the past "
+        f"W_V is at scale {bad[0].scale_v:.2g} under a causal mask ({some_of(bad)}): an average of the past "
         "outweighs the token it is added to.",
         bad,
         bad[0].scale_v,
-        f"for site in wc.find_attention(model): site.v.write_({factor:g} * site.v.read_raw())",
-        "GPT-2 on TinyStories, five seeds: perplexity 56.6 with conditioned and 45.1 with this W_V "
-        '(value_scale="default"), 44.6 with conditioned Q and K alone (projections="qk"), 45.7 by default.',
+        case.calibrate(bad),
+        f"{case.evidence[0]} W_V itself: GPT-2 on TinyStories, five seeds, has perplexity 56.6 with conditioned, 44.6 "
+        "with conditioned Q and K alone and 45.7 by default.",
         CAUSAL,
     )
 
@@ -217,20 +225,6 @@ def _stream(case: Case) -> Finding | None:
         return None
     worst = added(bad[0])
     assert worst is not None
-    if case.tokens.kind == "words":
-        names = [f"{name}.weight" for name in case.tokens.embeddings]
-        remedy = scale_line(names, two_digits(worst / STREAM_SHARE))
-        evidence = (
-            "GPT-2 of width 64 at the scale of GPT-2 small, whose first block adds 6.5 times what it receives: "
-            "perplexity 97.4, and 41.7 with embeddings x 3.46 (2.6 times)."
-        )
-        record = TABLES
-    else:
-        remedy = 'wc.init_(model, "calibrated", batch=batch, start="keep")  # each part adds 0.15 of its stream'
-        record = "docs/methods/calibrated.md"
-        evidence = (
-            "Pilot runs only: digits 97.6 %, near the 98.1 of a search over the scales of embeddings and positions."
-        )
     return _finding(
         "stream",
         "warning",
@@ -238,9 +232,8 @@ def _stream(case: Case) -> Finding | None:
         "of the tokens themselves.",
         bad,
         worst,
-        remedy,
-        evidence,
-        record,
+        case.calibrate(bad),
+        *case.evidence,
     )
 
 
@@ -255,13 +248,12 @@ def _logits(case: Case) -> Finding | None:
     return _finding(
         "logits",
         "warning",
-        f"Logits start with a standard deviation of {bad[0].logit_spread:.2g} ({some_of(bad)}): the softmax is nearly "
+        f"Logits have a standard deviation of {bad[0].logit_spread:.2g} ({some_of(bad)}): the softmax is nearly "
         "a choice of one key, and W_Q, W_K get little gradient.",
         bad,
         bad[0].logit_spread,
-        'wc.init_(model, "gaussian", projections="qk")  # and check the factor 1/sqrt(head_dim)',
-        "gaussian starts logits at 1: digits 92.7 %, CIFAR-10 31.3, where the default has 91.2 and 31.2.",
-        TABLES,
+        case.initialise(bad) + "  # and check the factor 1/sqrt(head_dim)",
+        *case.evidence,
     )
 
 
@@ -273,6 +265,7 @@ def _precision(case: Case) -> Finding | None:
     assert worst is not None
     spacing = 2.0 ** (math.floor(math.log2(worst)) - 7)
     overflow = ", and float16 overflows" if worst > 65504 else ""
+    drawn = case.fresh and not any(layer.qk_norm for layer in bad)
     return _finding(
         "precision",
         "warning",
@@ -280,8 +273,8 @@ def _precision(case: Case) -> Finding | None:
         "bits the softmax is rounded away.",
         bad,
         worst,
-        'wc.init_(model, "gaussian", projections="qk")'
-        if case.fresh
+        case.initialise(bad)
+        if drawn
         else 'with torch.autocast("cuda", enabled=False): ...  # around the attention; and a lower rate for Q and K',
         "None is about large logits in training. QK-norm, which rules them out, does no harm: digits 91.8 % (default "
         "91.2), CIFAR-10 31.7 (31.2).",
@@ -291,7 +284,12 @@ def _precision(case: Case) -> Finding | None:
 
 def _projection_scale(case: Case) -> Finding | None:
     def smallest(layer: LayerFacts) -> float | None:
-        scales = [layer.scale_v, *([] if layer.qk_norm else [layer.scale_q, layer.scale_k])]
+        scales = []
+        if not layer.qk_norm and _is_small(case, layer.logit_spread, "small-logits"):
+            scales += [layer.scale_q, layer.scale_k]
+        share = None if layer.scales_itself else layer.attention_share
+        if _is_small(case, share, "small-share"):
+            scales += [layer.scale_v]
         known = [scale for scale in scales if scale]
         return min(known) if known and not layer.causal else None
 
@@ -306,15 +304,21 @@ def _projection_scale(case: Case) -> Finding | None:
     return _finding(
         "projection-scale",
         "warning",
-        f"W_Q, W_K, W_V are small for this width: sigma sqrt(fan_in) down to {worst:.2g} in {some_of(bad)}, 0.55 in "
-        "a ViT-B.",
+        f"W_Q, W_K, W_V are small for this width, and so is what they do: sigma sqrt(fan_in) down to {worst:.2g} in "
+        f"{some_of(bad)}, 0.55 in a ViT-B.",
         bad,
         worst,
-        'wc.init_(model, "gaussian")  # "conditioned" is as good',
-        "Over timm's start gaussian takes digits from 83.8 to 92.7 %, CIFAR-10 with ViT from 29.1 to 31.3, with XCiT "
-        "from 29.9 to 32.9, with Swin from 24.5 to 26.4; conditioned has 92.9, 31.9, 33.2, 26.4.",
-        TABLES,
+        case.initialise(bad),
+        *case.evidence,
     )
+
+
+def _is_small(case: Case, effect: float | None, kind: str) -> bool:
+    """Whether what weights do is small as well.
+
+    Where that is not known, `calibrated` has nothing to go by and leaves them; `gaussian` sets them all the same.
+    """
+    return not case.has_tokens_to_scale if effect is None else effect < THRESHOLDS[kind].value
 
 
 def _duplicate_heads(case: Case) -> Finding | None:
@@ -323,6 +327,7 @@ def _duplicate_heads(case: Case) -> Finding | None:
         return None
     pairs = sum(len(layer.duplicate_heads) for layer in bad)
     first, second = bad[0].duplicate_heads[0]
+    remedy, evidence, record = _redraw(case, bad, "in which they differ; or prune one of each pair")
     return _finding(
         "duplicate-heads",
         "warning",
@@ -330,10 +335,9 @@ def _duplicate_heads(case: Case) -> Finding | None:
         f"{title_of(bad[0])}): one of each pair is wasted.",
         bad,
         float(pairs),
-        f'wc.init_(model, "gaussian"{only_sites(len(case.layers), bad)})',
-        "As a start gaussian is as good as any in the records (digits 92.7 %). None is about redrawing heads in "
-        "training.",
-        TABLES,
+        remedy,
+        evidence,
+        record,
     )
 
 
@@ -345,13 +349,34 @@ def _shared_values(case: Case) -> Finding | None:
         "shared-values",
         "note",
         f"W_V of all heads together has rank {bad[0].head_dim} of {bad[0].width} in {some_of(bad)}: all heads read the "
-        "same directions, as conditioned starts them.",
+        "same directions, as conditioned initialises them.",
         bad,
         float(bad[0].head_dim),
-        'wc.init_(model, "conditioned", value="joint")  # each head its own directions',
-        "No harm is shown: conditioned, which starts so, has 92.9 % on digits and 31.9 on CIFAR-10, gaussian with a "
-        "W_V of full rank 92.7 and 31.3.",
+        case.initialise(bad, redraw=True),
+        "No harm is shown: conditioned, which does so, has 92.9 % on digits and 31.9 on CIFAR-10, gaussian with a W_V "
+        "of full rank 92.7 and 31.3.",
         TABLES,
+    )
+
+
+def _not_seen(case: Case) -> Finding | None:
+    bad = [layer for layer in case.layers if layer.not_seen]
+    if not bad:
+        return None
+    reasons = dict.fromkeys(reason for layer in bad for reason in layer.not_seen)
+    parts = [f"of {some_of([layer for layer in bad if reason in layer.not_seen])}, {reason}" for reason in reasons]
+    remedy = "wc.diagnose(model, batch)  # with a batch that reaches every attention layer"
+    if any(layer.logits_hidden for layer in bad):
+        remedy = f"wc.diagnose(model, batch)  # to see it, {HOW_TO_SEE}"
+    return Finding(
+        kind="not-seen",
+        severity="note",
+        verdict=f"Not seen: {'; '.join(parts)}. Rules that need it were not applied, so nothing is said about it.",
+        layers=names_of(bad),
+        value=float(len(bad)),
+        threshold=0.0,
+        remedy=remedy,
+        evidence=NO_RECORD,
     )
 
 
@@ -368,6 +393,7 @@ RULES: tuple[Rule, ...] = (
     _projection_scale,
     _duplicate_heads,
     _shared_values,
+    _not_seen,
 )
 
 

@@ -41,7 +41,10 @@ LEAST = ("diag", "mlp", "O", "K", "entropy")
 def show_diagnosis(diagnosis: Diagnosis, width: int) -> str:
     """What was examined, findings, and a table of layers, in at most `width` columns."""
     parts = ["\n".join(_wrap(line, width) for line in heading(diagnosis))]
-    parts += [_show_finding(number, finding, width) for number, finding in enumerate(diagnosis.findings, 1)]
+    first: dict[tuple[str, str], int] = {}
+    for number, finding in enumerate(diagnosis.findings, 1):
+        same = first.setdefault((finding.remedy, finding.evidence), number)
+        parts.append(_show_finding(number, finding, width, same))
     parts += [_wrap(f"not understood: {' '.join(refusal.split())}", width) for refusal in diagnosis.not_understood]
     table = _table(diagnosis, width)
     shown = table.partition("\n")[0].split()
@@ -52,24 +55,36 @@ def legend(diagnosis: Diagnosis, columns: Collection[str]) -> list[str]:
     """What the columns that are shown, and names in the findings, mean."""
     used = any("wc." in finding.remedy for finding in diagnosis.findings)
     entries = "; ".join(text for column, text in LEGEND.items() if column in columns)
-    names = "wc is wellcond (import wellcond as wc); records are files in wellcond's repository."
+    names = (
+        "wc is wellcond (import wellcond as wc), batch what the model is called with; records are files in wellcond's "
+        "repository."
+    )
     return [*([f"{entries}."] if entries else []), *([names] if used else [])]
 
 
 def heading(diagnosis: Diagnosis) -> list[str]:
-    """What was examined, and how much there is to mend."""
-    state = "before training (no norm was trained)" if diagnosis.fresh else "trained: rules about a start do not apply"
+    """What was examined, and how many findings there are."""
+    state = {
+        True: "before training (no norm was trained)",
+        False: "trained: rules for untrained models do not apply",
+        None: "cannot tell whether this model is trained (no norm shows it): rules for untrained models were not "
+        "applied; for a new model pass trained=False (--fresh)",
+    }[diagnosis.fresh]
     lines = [f"{name}: {diagnosis.run[name]}" for name in ("model", "input") if name in diagnosis.run]
     lines.append(f"state: {state}")
     if diagnosis.conditioning is not None:
         lines.append(f"conditioned by: {diagnosis.conditioning['method']} (effective weights)")
-    found = count(len(diagnosis.findings), "finding") if diagnosis.findings else "Nothing to mend"
-    return [*lines, "", f"{found} in {count(len(diagnosis.layers), 'attention')}."]
+    found = count(len(diagnosis.findings), "finding") if diagnosis.findings else "Nothing to fix"
+    unknown = " by the rules for every model" if diagnosis.fresh is None else ""
+    return [*lines, "", f"{found}{unknown} in {count(len(diagnosis.layers), 'attention layer')}."]
 
 
-def _show_finding(number: int, finding: Finding, width: int) -> str:
+def _show_finding(number: int, finding: Finding, width: int, same: int) -> str:
+    """A finding; where its line was printed already, the number of the finding that has it."""
     record = f" [{finding.record}]" if finding.record else ""
-    rows = [("mend", finding.remedy), ("records", finding.evidence + record)]
+    rows = [("fix", finding.remedy), ("records", finding.evidence + record)]
+    if same != number:
+        rows = [("fix", f"the line of {same}")]
     lines = [_wrap(finding.verdict, width, first=f"{number}. {finding.severity}: ", rest="   ")]
     for label, text in rows:
         lines.append(_wrap(text, width, first=f"   {label + ':':9}", rest=" " * 12))
@@ -110,8 +125,10 @@ def _table(diagnosis: Diagnosis, width: int) -> str:
 def mark(layer: LayerFacts) -> str:
     """What stands out in a layer, in a word or two."""
     dead, pairs = len(layer.dead_heads), len(layer.duplicate_heads)
-    if layer.num_tokens is None:
+    if not layer.called:
         return "not called"
+    if layer.logits_hidden:
+        return "logits not seen"
     if not layer.finite:
         return "not finite"
     return f"{dead} dead" if dead else f"{pairs} alike" if pairs else ""

@@ -1,7 +1,7 @@
 """From where on a number is a finding, and why there: one table.
 
-Calibrated on models whose health is known: the starts of `results/evidence`, whose cost is measured; timm's and Hugging
-Face's own starts; a small ViT before and after training (tests/diagnosis).
+Set on models whose health is known: the initialisations of `results/evidence`, whose cost is measured; timm's and
+Hugging Face's own; a small ViT before and after training (tests/diagnosis).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ THRESHOLDS: dict[str, Threshold] = {
     ),
     "value-scale": Threshold(
         0.8,
-        "sigma sqrt(fan_in) of W_V under a causal mask: 0.16 to 0.55 in starts of GPT-2 that train well, 1 in those of "
-        "conditioned and gaussian, which cost a tenth to a third of the perplexity",
+        "sigma sqrt(fan_in) of W_V under a causal mask: 0.16 to 0.55 where GPT-2 trains well, 1 after conditioned and "
+        "gaussian, which cost a tenth to a third of the perplexity",
     ),
     "value-share": Threshold(
         2.0,
@@ -56,7 +56,7 @@ THRESHOLDS: dict[str, Threshold] = {
     ),
     "logits": Threshold(
         3.0,
-        "standard deviation of the logits at the start: 0.3 in a ViT-B, 1 with Gaussian Q and K at 1/sqrt(D); pilot "
+        "standard deviation of the logits before training: 0.3 in a ViT-B, 1 with Gaussian Q and K at 1/sqrt(D); pilot "
         "runs lose a little at 2; a forgotten factor 1/sqrt(d) gives 4 and more",
     ),
     "precision": Threshold(
@@ -66,6 +66,16 @@ THRESHOLDS: dict[str, Threshold] = {
         0.3,
         "sigma sqrt(fan_in) of W_Q, W_K, W_V in image models: 0.55 in a ViT-B (0.02 at width 768), 0.16 at width 64, "
         "which costs 7 points on digits; 1 is the best we know",
+    ),
+    "small-logits": Threshold(
+        0.3,
+        "standard deviation of the logits below which small W_Q and W_K count: 0.3 in a ViT-B, 0.02 at width 64 by "
+        "timm's constants, 1 after calibrated",
+    ),
+    "small-share": Threshold(
+        0.1,
+        "what the attention adds, over the stream, below which a small W_V counts: 0.02 at width 64 by timm's "
+        "constants, 0.15 after calibrated, which scales W_O instead",
     ),
     "duplicate-heads": Threshold(
         0.99, "cosine between two heads of W_Q^T W_K and of W_V on random vectors: below 0.9 for independent heads"

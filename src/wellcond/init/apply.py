@@ -21,6 +21,7 @@ from wellcond.attention.checks import check_writable, choose_projections, choose
 from wellcond.attention.distributed import find_ddp, is_distributed, reshard_, unwrap
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import EvidenceWarning, UnknownChoiceError, check_method
+from wellcond.init import recommended
 from wellcond.init.options import check_values
 from wellcond.init.plan import CHECKS, METHODS, InitContext, Write, checked
 
@@ -30,7 +31,7 @@ VALUES_AT_ONE = ("conditioned", "gaussian", "orthogonal")
 
 def init_(
     model: nn.Module,
-    method: str = "conditioned",
+    method: str = recommended.METHOD,
     *,
     sites: Sequence[AttentionSite] | None = None,
     generator: torch.Generator | None = None,
@@ -45,8 +46,8 @@ def init_(
 
     Args:
         model: any model whose attention `find_attention` recognises.
-        method: ``conditioned``, ``calibrated``, ``orthogonal``, ``gaussian``, ``mimetic``, ``nanochat``,
-            ``small``, ``t_fixup``, ``weight_selection`` or ``default``.
+        method: ``calibrated``, the recommended one, which needs ``batch=``; ``gaussian``, ``conditioned``,
+            ``orthogonal``, ``mimetic``, ``nanochat``, ``small``, ``t_fixup``, ``weight_selection`` or ``default``.
         sites: only these attentions (from `find_attention(model)`); all by default.
         generator: source of randomness; torch's global one if None. A seed gives the same weights whatever the
             storage layout, dtype or device.

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from wellcond.attention.distributed import broadcast_from_rank_zero, is_distributed, local_part, whole
-from wellcond.attention.signals import Signals, read_signals, root_mean_square
+from wellcond.attention.signals import HOW_TO_SEE, Signals, read_signals, root_mean_square
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import WeightError
 from wellcond.init.options import PositiveFloat
@@ -45,7 +45,7 @@ def calibrated(
     *,
     batch: Any = None,
     start: Start = "gaussian",
-    logits: PositiveFloat = 1.0,
+    logits: PositiveFloat | None = 1.0,
     share: PositiveFloat | None = 0.15,
     words: PositiveFloat | None = 0.55,
     positions: PositiveFloat | None = 0.5,
@@ -58,7 +58,8 @@ def calibrated(
         batch: what the model is called with: a tensor, a mapping of keyword arguments, a tuple of arguments, or a
             function that calls the model. A few samples suffice.
         start: Q and K before they are scaled: Gaussian, semi-orthogonal, or as they are.
-        logits: standard deviation of the logits over keys. Attentions that normalise queries and keys keep theirs.
+        logits: standard deviation of the logits over keys; None leaves Q and K as they are. Attention layers that
+            normalise queries and keys keep theirs.
         share: what attention and MLP each add, relative to the stream; None leaves W_O and the MLP as they are. Blocks
             with learned scales of their own (LayerScale) are left as they are.
         words: length of a word embedding; 0.55 is that of GPT-2 and BERT at their width of 768. None leaves them.
@@ -69,17 +70,19 @@ def calibrated(
 
     Raises:
         ValueError: no batch.
-        WeightError: numbers that are not finite on this batch.
+        WeightError: numbers that are not finite on this batch; a layer that the batch does not reach, or whose logits
+            cannot be seen because a kernel computes its softmax inside. Nothing is changed then.
     """
     if batch is None:
         raise ValueError("'calibrated' needs batch=..., what the model is called with: a tensor, a mapping or a tuple")
     model, sites = context.model, context.sites
+    _check_seen(read_signals(model, batch, sites), sites, logits, share)
     with _Draft(model) as draft:
         for write in position_writes(model, position):
             draft.set_(write.parameter, write.values)
         _scale_tokens(model, batch, sites, draft, words, positions)
         for site in sites:
-            if start != "keep" and not _normalises(site):
+            if logits is not None and start != "keep" and not _normalises(site):
                 for role in ("query", "key"):
                     _draw(site.by_role(role), start, context, draft)
         for _ in range(ROUNDS):
@@ -184,13 +187,36 @@ def _draw(slot: Slot, start: Start, context: InitContext, draft: _Draft) -> None
     slot.write_(_shared(values, slot.parameter))
 
 
-def _logit_factors(sites: list[AttentionSite], signals: Signals, target: float, draft: _Draft) -> Iterator[float]:
+def _check_seen(signals: Signals, sites: list[AttentionSite], logits: float | None, share: float | None) -> None:
+    """Raise WeightError for layers of which the pass did not show what is to be set."""
+    if signals.not_called and (logits is not None or share is not None):
+        raise WeightError(
+            f"{_some(signals.not_called)}: not called on this batch, so that nothing of it can be calibrated; give a "
+            "batch that reaches every attention layer, or those that it reaches as sites=. Nothing was changed"
+        )
+    hidden = [site.name for site in sites if site.name in signals.not_seen and not _normalises(site)]
+    if hidden and logits is not None:
+        raise WeightError(
+            f"{_some(hidden)}: its logits cannot be calibrated, since {signals.not_seen[hidden[0]]}. To initialise, "
+            f"{HOW_TO_SEE}; or leave Q and K as they are: logits=None. Nothing was changed"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first by name, the others by number."""
+    rest = len(names) - 1
+    return (names[0] or "the attention layer") + (f" and {rest} more attention layer{'s' * (rest > 1)}" * bool(rest))
+
+
+def _logit_factors(
+    sites: list[AttentionSite], signals: Signals, target: float | None, draft: _Draft
+) -> Iterator[float]:
     """Scale Q and K of every head by the same factor; of query heads that share a key, the key by their mean factor."""
     for site in sites:
         spread = signals.spreads.get(site.name)
-        if spread is None or _normalises(site):
+        if target is None or spread is None or _normalises(site):
             continue
-        spread = _shared(spread, site.q.parameter).double().cpu()
+        spread = _shared(spread, site.q.parameter).cpu().double()
         if not bool(torch.isfinite(spread).all()):
             raise WeightError(f"{site.name}: its logits are not finite on this batch; nothing was changed")
         factors = (target / spread.clamp_min(target / LARGEST_STEP)).clamp_max(LARGEST_STEP)
