@@ -152,7 +152,8 @@ def claims(results: Annotated[Path, cli.folder_argument(help="Committed records,
     The verdicts are written to RESULTS/claims.md.
     """
     cli.need_train_extra()
-    from wellcond.lab.reproduce.claims import claims_markdown, judge_claims, summarise
+    from wellcond.lab.reproduce.claims import judge_claims
+    from wellcond.lab.reproduce.claims_page import claims_markdown, summarise
 
     judged = judge_claims(results)
     write_atomically(results / "claims.md", claims_markdown(judged))
