@@ -118,8 +118,17 @@ def _metric(row: dict[str, Any]) -> str:
 
 
 def exit_code(outcome: Outcome) -> int:
-    """130 if the user stopped it, which the first process alone says; 1 if a run failed, else 0."""
-    return 130 if outcome.interrupted and is_rank_zero() else int(bool(outcome.failures))
+    """130 if the user stopped it, which the first process alone says; 1 if a run failed or none finished, else 0."""
+    if outcome.interrupted:
+        return 130 if is_rank_zero() else int(bool(outcome.failures))
+    return int(bool(outcome.failures or lost_runs(outcome)))
+
+
+def lost_runs(outcome: Outcome) -> list[str]:
+    """How every run ended where none finished; a comparison in which some diverged has a result."""
+    if any(record["status"] == "finished" for record in outcome.records):
+        return []
+    return [f"{one['method']}, seed {one['seed']}: {one['status']}, {one['reason']}" for one in outcome.records]
 
 
 def tell_end(outcome: Outcome, *, as_json: bool = False, **more: Any) -> int:
@@ -136,6 +145,8 @@ def tell_end(outcome: Outcome, *, as_json: bool = False, **more: Any) -> int:
     elif is_rank_zero():
         for _, problem in outcome.failures:
             out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
+        for lost in lost_runs(outcome) if not outcome.interrupted else ():
+            out.print(f"[red]no result:[/] {escape(lost)}; try a smaller optimizer.lr", soft_wrap=True)
         if outcome.interrupted:
             out.print("[yellow]stopped[/]; the same command resumes from here")
     return exit_code(outcome)

@@ -58,7 +58,8 @@ def gather(analysis: Analysis, *, figures: bool = True) -> Content:
     """Tables, figures and samples of a comparison, computed once."""
     comparison, tables, drawn = analysis.comparison, build_tables(analysis), build_figures(analysis) if figures else []
     if tuning := find_tuning(comparison):
-        tables, drawn = [*tables, tuning_table(tuning)], [tuning_figure(comparison, tuning).drawable(), *drawn]
+        tables, figure = [*tables, tuning_table(tuning)], tuning_figure(comparison, tuning).drawable()
+        drawn = [figure, *drawn] if figure.panels else drawn  # nothing to draw where every run of the search diverged
     samples, pictures = find_samples(comparison), find_pictures(comparison)
     return Content(analysis, tables, provenance_table(comparison), drawn if figures else None, samples, pictures)
 

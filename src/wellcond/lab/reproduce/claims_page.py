@@ -15,7 +15,8 @@ LEAD = (
     "**What counts.** A claim is counted if our runs were on the data set that the paper names, or if it names none; a "
     "short form of that data set, or our own generator of it, is the same data. Everything else is a *stand-in on "
     "other data*: shown in a table of its own, and in no count. A set of runs (one comparison, two methods, one "
-    "quantity) is judged once, under the claim on whose data it was run; other claims that it could answer refer to it.",
+    "quantity) is judged once, under the claim on whose data it was run; other claims that it could answer refer "
+    "to it.",
     "A row says what ran; the set-up of the paper, which is a hundred to a thousand times as large, has a column of "
     "its own. A claim that fails here may hold there, and one that holds here is not confirmed there.",
     "**Verdicts** are on the first method against the second: better or worse (p < 0.05, paired t test by seed, Holm's "
