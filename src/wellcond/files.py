@@ -52,7 +52,11 @@ def temporary_beside(path: Path) -> Iterator[BinaryIO]:
     remove_leftovers(path.parent)
     while True:
         temporary = path.with_name(f".{path.name[:40]}.{HOST}.{os.getpid()}-{next(_numbers)}.partial")
-        with open(temporary, "xb") as file:  # never through a link of that name
+        try:
+            file = open(temporary, "xb")  # never through a link of that name
+        except FileExistsError:
+            continue
+        with file:
             try:
                 if _locked(file.fileno(), temporary):
                     yield file

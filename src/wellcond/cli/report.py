@@ -11,7 +11,7 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from wellcond.cli import app as cli
-from wellcond.cli.console import make_console, print_table, print_tables
+from wellcond.cli.console import echo, echo_json, make_console, print_table, print_tables
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import to_json, write_atomically
 
@@ -143,7 +143,7 @@ def _show(tables: list[Table], *, as_json: bool, quiet: bool = False, end: str =
     if as_json:
         rows = [[dict(zip(table.header, row, strict=True)) for row in table.rows] for table in tables]
         pairs = zip(tables, rows, strict=True)
-        print(to_json([{"title": t.title, "rows": shown, "notes": list(t.notes)} for t, shown in pairs], indent=1))
+        echo_json(to_json([{"title": t.title, "rows": shown, "notes": list(t.notes)} for t, shown in pairs], indent=1))
     elif not quiet:
         print_tables(tables, end)
 
@@ -164,7 +164,7 @@ def claims(results: Annotated[Path, cli.folder_argument(help="Committed records,
         advice = "Give a folder laid out like results/ of the repository, with evidence/ in it."
         raise RunRecordError(results, "holds no records of any claim, so that nothing was written", advice)
     write_atomically(results / "claims.md", claims_markdown(judged))
-    typer.echo(f"{summarise(judged)}. Written: {results / 'claims.md'}")
+    echo(f"{summarise(judged)}. Written: {results / 'claims.md'}")
 
 
 @cli.app.command("pack", rich_help_panel=cli.PAPERS)

@@ -17,7 +17,7 @@ from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_fi
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.plots import NUM_COLOURS, draw_static, plots
-from wellcond.lab.report.records import RunRecordError, leaves_of
+from wellcond.lab.report.records import check_stays_inside, leaves_of
 from wellcond.lab.report.samples import detections_markdown, find_pictures, find_samples, samples_markdown
 from wellcond.lab.report.table import (
     Table,
@@ -83,9 +83,7 @@ def write_report(content: Content) -> Path:
         files[f"figures/{figure.name}.csv"] = write_csv(figure)
         files[f"figures/{figure.name}.svg"] = draw_static(figure)
     home = folder / "report"
-    for place in (home, home / "figures", home / "tables"):
-        if not place.resolve().is_relative_to(folder.resolve()):
-            raise RunRecordError(place, f"is a link that leads out of {folder}, to {place.resolve()}", "Remove it.")
+    check_stays_inside(folder, (home, home / "figures", home / "tables"))
     for name, made in files.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(home / name, made)
