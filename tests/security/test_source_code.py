@@ -16,7 +16,8 @@ MAY_RUN_CODE = tuple(
     """
     builtins. runpy. code. codeop. imp. zipimport. importlib. ctypes. cffi. pty. subprocess. asyncio.create_subprocess
     os.system os.popen os.exec os.spawn os.posix_spawn os.startfile os.fork
-    pickle. _pickle. dill. cloudpickle. marshal. shelve. joblib. copyreg. yaml. numpy.load pandas.read_pickle pandas.eval
+    pickle. _pickle. dill. cloudpickle. marshal. shelve. joblib. copyreg. yaml. numpy.load
+    pandas.read_pickle pandas.eval
     torch.load torch.jit. torch.hub. torch.package. torch.utils.cpp_extension. torch.serialization.
     tarfile. zipfile. shutil.unpack_archive PIL.Image.open
     """.split()
