@@ -12,7 +12,8 @@ import pytest
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.page import build_report
-from wellcond.lab.reproduce.claims import claims_markdown, judge_claims
+from wellcond.lab.reproduce.claims import judge_claims
+from wellcond.lab.reproduce.claims_page import claims_markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMPARISONS = sorted(path.parent for path in RESULTS.rglob("comparison.json"))

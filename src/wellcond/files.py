@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import itertools
 import json
 import math
 import os
+import platform
+import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def read_regular(path: str | Path) -> bytes:
@@ -25,22 +34,88 @@ def read_regular(path: str | Path) -> bytes:
         return file.read()
 
 
+HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+"""This machine, in the names of temporary files: not every shared file system knows of the locks of other machines."""
+LEFTOVER = re.compile(rf"\..*\.{HOST}\.\d+-\d+\.partial", re.DOTALL)
+_numbers = itertools.count()
+
+
+@contextmanager
+def temporary_beside(path: Path) -> Iterator[BinaryIO]:
+    """A new file in the folder of a path, for as long as the block lasts; its path is `name`.
+
+    It is locked, and the lock ends with the process, however that ends. So what killed processes left in the folder is
+    known, and removed here (see `remove_leftovers`).
+
+    Raises: OSError.
+    """
+    remove_leftovers(path.parent)
+    while True:
+        temporary = path.with_name(f".{path.name[:40]}.{HOST}.{os.getpid()}-{next(_numbers)}.partial")
+        try:
+            file = open(temporary, "xb")  # never through a link of that name
+        except FileExistsError:
+            continue
+        with file:
+            try:
+                if _locked(file.fileno(), temporary):
+                    yield file
+                    return
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _locked(handle: int, path: Path | str) -> bool:
+    """Lock an open file; whether nobody else has it, and it is still the one at its path."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: nothing is ever removed there
+        return True
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary files that killed processes of this machine left in a folder.
+
+    Those of a live process are locked and stay; so do those of other machines, and everything where the operating or
+    the file system has no such locks.
+    """
+    found = []
+    with suppress(OSError), os.scandir(folder) as entries:  # a folder may be written to and not be listed
+        found = [entry.path for entry in entries if LEFTOVER.fullmatch(entry.name)]
+    for path in found if fcntl is not None else ():
+        with suppress(OSError):  # gone meanwhile, locked, a link, or of another user
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False)):
+                    os.unlink(path)
+            finally:
+                os.close(handle)
+
+
 @contextmanager
 def opened_atomically(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes its place in one step, when the block ends without an error.
 
+    It may also be written by its `name`, by a library that takes a path.
+
     Raises: OSError; the old file is then as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "xb") as file:  # never through a link of that name
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with temporary_beside(path) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        if fcntl is None:
+            file.close()  # Windows renames no open file
+        os.replace(Path(file.name), path)  # while it is locked
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pickle
 import re
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from wellcond.attention.distributed import any_distributed, gather_model
 from wellcond.conditioning.checkpoint import RESUME, find_markers, read_settings
 from wellcond.errors import WeightError, needs_extra
+from wellcond.files import opened_atomically
 
 
 def _safetensors():
@@ -144,16 +143,10 @@ def save_weights(model: nn.Module, path: Path, *, overwrite: bool = False) -> No
     if gathered == {}:
         return
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-        os.close(handle)
-        try:
+        with opened_atomically(path) as file:
             if gathered is None:
-                _safetensors().save_model(model, temporary)
+                _safetensors().save_model(model, file.name)
             else:
-                _safetensors().save_file({key: value.contiguous() for key, value in gathered.items()}, temporary)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+                _safetensors().save_file({key: value.contiguous() for key, value in gathered.items()}, file.name)
     except OSError as error:
         raise WeightError(f"{path} could not be written: {error.strerror or error}; give another folder") from error

@@ -6,8 +6,9 @@ import re
 import pytest
 
 from report.fake_runs import FakeMethod, page_of, write_comparison
+from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.page import build_report
+from wellcond.lab.report.page import build_report, gather
 from wellcond.lab.report.plots import plots
 from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
@@ -160,3 +161,9 @@ def test_a_broken_record_is_named(tmp_path, change):
     (tmp_path / "tuning.json").write_text(json.dumps(seal(stored | change)))
     with pytest.raises(RunRecordError, match=r"tuning.json"):
         find_tuning(comparison)
+
+
+def test_a_search_in_which_every_run_diverged_is_reported_without_a_figure(tmp_path):
+    content = gather(analyse(write(tmp_path, curve("default", [(None, None)] * 4, 0))))
+    assert "tuning" in [table.name for table in content.tables]
+    assert content.figures and all(figure.panels for figure in content.figures)

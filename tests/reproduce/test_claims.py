@@ -19,12 +19,12 @@ from wellcond.lab.reproduce.claims import (
     STRONG,
     Rule,
     _kappa,
-    claims_markdown,
     decide,
     judge_claims,
     judge_rules,
     read_claims,
 )
+from wellcond.lab.reproduce.claims_page import STAND_INS, claims_markdown, summarise
 
 ACCURACY = Metric("accuracy", higher_is_better=True, percent=True)
 RESULTS = Path(__file__).parents[2] / "results"
@@ -70,7 +70,7 @@ def test_the_papers_gain_is_carried_over_as_a_share_of_the_error_not_in_points()
 
 def judge_fake(tmp_path, methods, rule, table="C-T1", **options):
     write_comparison(tmp_path / "study", methods, **options)
-    [verdict] = judge_rules([rule.model_copy(update={"folder": "study"})], table, tmp_path)
+    [verdict] = judge_rules([(rule.model_copy(update={"folder": "study"}), table)], tmp_path)
     return verdict
 
 
@@ -110,20 +110,26 @@ def test_savings_of_epochs_have_an_exact_test(tmp_path, seeds, word):
     rule = Rule(kind="saving", method="conditioned", at_least=0.25)
     verdict = judge_fake(tmp_path, methods, rule, epochs=4)
     assert verdict.word == word and "+75% of the epochs" in verdict.evidence
-    [more] = judge_rules([rule.model_copy(update={"folder": "study", "at_least": 0.9})], "", tmp_path)
+    [more] = judge_rules([(rule.model_copy(update={"folder": "study", "at_least": 0.9}), "")], tmp_path)
     assert more.as_claimed is (None if word == "undecided" else False)
 
 
-def test_the_rows_of_a_claim_are_one_question(tmp_path):
+def test_runs_that_ask_the_same_question_are_corrected_together(tmp_path):
     finals = {seed: 0.5 + 0.001 * seed for seed in range(6)}
     spread = dict(enumerate((0.022, 0.002, 0.014, 0.004, 0.018, 0.006)))  # p about 0.02
     own = {seed: value + spread[seed] for seed, value in finals.items()}
+    methods = [FakeMethod("default", finals), FakeMethod("mimetic", finals), FakeMethod("conditioned", own)]
     for name in ("one", "two", "three"):
-        write_comparison(tmp_path / name, [FakeMethod("default", finals), FakeMethod("conditioned", own)])
+        write_comparison(tmp_path / name, methods)
     rule = Rule(kind="gain", method="conditioned", over="default")
     rules = [rule.model_copy(update={"folder": name}) for name in ("one", "two", "three")]
-    assert [verdict.word for verdict in judge_rules(rules[:1], "", tmp_path)] == ["better"]
-    assert "better" not in [verdict.word for verdict in judge_rules(rules, "", tmp_path)]
+    others = [one.model_copy(update={"over": "mimetic"}) for one in rules]
+
+    def words(asked, table=""):
+        return [verdict.word for verdict in judge_rules([(one, table) for one in asked], tmp_path)]
+
+    assert words(rules[:1]) == words([rules[0], others[0]])[:1] == ["better"]  # another question is no part of it
+    assert "better" not in words(rules) + words(rules, "C-T1")  # whatever table a row is of
 
 
 @pytest.mark.parametrize(("at_least", "word"), [(0.8, "equal"), (0.1, "undecided")])
@@ -201,6 +207,47 @@ def test_rows_name_what_ran_and_never_the_papers_set_up():
     assert any(re.fullmatch(f"{model}; recipe vit-patch8, scale tiny; {size}", one.ran) for one in runs)
 
 
+def test_no_set_of_runs_is_counted_twice():
+    """One comparison, two methods and one quantity answer one claim, and have one verdict wherever they are shown."""
+    shown = {}
+    for one in judge_claims(RESULTS):
+        rule = one.claim.rule
+        if one.by_runs:
+            methods = frozenset([rule.method, rule.over, *rule.among])
+            quantity = "score" if rule.kind in ("gain", "same", "best") else (rule.kind, rule.moment)
+            shown.setdefault((rule.folder, rule.over_folder, methods, quantity), []).append(one)
+    assert any(len(rows) > 1 for rows in shown.values())  # ViT-B on ImageNet and ViT-T on CIFAR-10
+    for rows in shown.values():
+        assert sum(one.counted for one in rows) <= 1
+        assert len({one.verdict for one in rows}) == 1
+        assert sum(one.same_runs is None for one in rows) == 1
+
+
+def test_stand_ins_are_shown_and_not_counted():
+    judged = judge_claims(RESULTS)
+    runs = [one for one in judged if one.by_runs]
+    own = {
+        **dict.fromkeys(("CIFAR-10", "Image"), "uoft-cs/cifar10"),
+        "Text": "stanfordnlp/imdb",
+        "ListOps": "listops",
+        "Pathfinder": "pathfinder",
+        "TinyStories": "roneneldan/TinyStories",
+    }
+    for one in runs:
+        assert "data" in one.claim.model_fields_set  # nothing is counted because its data were forgotten
+        on_own_data = all(f"; {own.get(name)}, " in one.ran for name in one.claim.data)
+        assert one.counted is (on_own_data and one.same_runs is None), one.claim
+    setups = "\n".join(one.claim.setup for one in runs if one.counted)
+    assert not re.search("ImageNet|Pets|WikiText-103|Retrieval", setups) and "ViT-T, CIFAR-10" in setups
+    text = claims_markdown(judged)
+    counted, others = sum(one.counted for one in runs), sum(not one.counted for one in runs)
+    assert summarise(judged).startswith(f"{counted} claims by runs on the paper's own data: ")
+    assert f" {others} rows are stand-ins" in text
+    for title, body in re.findall(r"(?ms)^##+ ([^\n]+)\n(.*?)(?=^##|\Z)", text):
+        assert ("as claimed |" in body) is (title.startswith("Paper")), title
+    assert text.count(f"### {STAND_INS}") == 2
+
+
 def test_without_records_nothing_is_decided(tmp_path):
     judged = judge_claims(tmp_path)
     assert {one.verdict.word for one in judged if one.by_runs} == {"no records"}
@@ -223,6 +270,6 @@ def test_the_markdown_holds_every_claim_and_no_markup_of_their_own(tmp_path):
     claim = judged[0].claim.model_copy(update={"claim": "<b>a | b</b>"})
     judged[0] = replace(judged[0], claim=claim)
     text = claims_markdown(judged)
-    assert "<b>a" not in text and text.count("\n| ") == len(judged) + 4
+    assert "<b>a" not in text and text.count("\n| ") == len(judged) + 6
     headings = [line for line in text.splitlines() if line.startswith("## ")]
     assert headings[2:] == ["## Decided by proof", "## Not decided at this size"]

@@ -19,7 +19,8 @@ from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
 from wellcond.lab.report.plots import draw_static
 from wellcond.lab.report.table import plain_markdown
-from wellcond.lab.reproduce.claims import OTHERS, Claim, Judged, Verdict, claims_markdown
+from wellcond.lab.reproduce.claims import OTHERS, Claim, Judged, Verdict
+from wellcond.lab.reproduce.claims_page import claims_markdown
 from wellcond.pages.measurement import render_measurement
 
 TEXTS = {
@@ -160,6 +161,11 @@ def test_the_table_of_claims(text):
         for kind in ("gain", *OTHERS)
     ]
     judged = [Judged(claim=claim, ran=text, verdict=verdict) for claim in claims]
+    judged += [
+        Judged(claim=claim, ran=text, verdict=verdict, stand_in=True, same_runs=other)
+        for claim in claims
+        for other in (None, claim)
+    ]
     rows = [line for line in claims_markdown(judged).splitlines() if line.startswith("|")]
     assert_plain_markdown("\n".join(rows))
 

@@ -20,6 +20,7 @@ from wellcond.lab.data.disk import cached_folder
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.pack import pack
 from wellcond.lab.report.page import build_report
 from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.settings import RecipeError
@@ -95,6 +96,27 @@ def test_a_report_is_not_written_through_a_link(link, tmp_path):
     with pytest.raises(RunRecordError, match="is a link that leads out"):
         build_report(folder, pictures=False)
     assert files_below(tmp_path / "precious") == before
+
+
+@pytest.mark.parametrize("link", ["packed/default", "packed/report", "packed"])
+def test_records_are_not_packed_through_a_link(link, tmp_path):
+    """Neither written nor, as runs of a former pack, deleted; and a comparison before it is not written either."""
+    few = {"points": 2, "layers": 1, "heads": 1}
+    for name in ("alpha", "packed"):
+        write_comparison(tmp_path / "runs" / name, [FakeMethod("default", {0: 0.9})], epochs=3, **few)
+    output, precious = tmp_path / "output", tmp_path / "precious"
+    precious.mkdir()
+    (precious / "seed7.json").write_text("keep")
+    (output / link).parent.mkdir(parents=True)
+    (output / link).symlink_to(precious)
+    with pytest.raises(RunRecordError, match="is a link that leads out"):
+        pack(tmp_path / "runs", output)
+    assert set(files_below(precious)) == {"seed7.json"} and not [path for path in output.rglob("*.json")]
+    (output / link).unlink()
+    (tmp_path / "elsewhere").mkdir()
+    output.rename(tmp_path / "moved")
+    output.symlink_to(tmp_path / "elsewhere")  # what the user names may be a link
+    assert pack(tmp_path / "runs", output) and (tmp_path / "elsewhere" / "packed" / "default" / "seed0.json").is_file()
 
 
 def secret(folder):

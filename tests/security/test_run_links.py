@@ -1,12 +1,12 @@
 """Links in the folder of a run: nothing outside of the folder is written or deleted."""
 
-import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from lab.small import assert_same_run, small_job, stop_after
-from wellcond.files import write_atomically
+from wellcond.files import temporary_beside, write_atomically
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError
 
@@ -84,7 +84,10 @@ def test_links_that_stay_inside_do_not_hinder(interrupted, finished, tmp_path):
 
 def test_a_file_is_not_written_through_a_link_of_its_temporary_name(tmp_path):
     (tmp_path / "precious").write_text("keep")
-    (tmp_path / f".run.json.{os.getpid()}.partial").symlink_to(tmp_path / "precious")
+    with temporary_beside(tmp_path / "run.json") as file:
+        start, dash, number = file.name.removesuffix(".partial").rpartition("-")
+    for following in range(1, 4):
+        Path(f"{start}{dash}{int(number) + following}.partial").symlink_to(tmp_path / "precious")
     write_atomically(tmp_path / "run.json", "{}")
     assert (tmp_path / "precious").read_text() == "keep"
     assert (tmp_path / "run.json").read_text() == "{}" and not (tmp_path / "run.json").is_symlink()

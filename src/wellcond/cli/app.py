@@ -33,7 +33,17 @@ app = typer.Typer(
 MODELS, EXPERIMENTS, PAPERS = "On a model", "Experiments", "The papers, and records of runs"
 """Groups of commands."""
 output_option = functools.partial(Option, rich_help_panel="Output")
-folder_argument = functools.partial(Argument, exists=True, file_okay=False)
+
+
+def _must_be_a_folder(path: Path | None) -> Path | None:
+    """Also refuse what `file_okay` lets pass: /dev/null, a pipe or a socket."""
+    if path is not None and not path.is_dir():
+        raise typer.BadParameter(f"expected a folder, found {path}, which is none")
+    return path
+
+
+folder_argument = functools.partial(Argument, exists=True, file_okay=False, callback=_must_be_a_folder)
+folder_option = functools.partial(Option, exists=True, file_okay=False, callback=_must_be_a_folder)
 
 # Of commands on a model
 MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME, or path/to/file.py:callable"

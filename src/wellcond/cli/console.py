@@ -1,24 +1,62 @@
-"""Standard output of every command: where it goes, and tables on it."""
+"""Standard output and error of every command: where it goes, what may reach a terminal, and tables on it."""
 
 from __future__ import annotations
 
+import json
+import sys
 import textwrap
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 
+from wellcond.lab.report.table import UNUSUAL, is_hidden, visible, without_empty_columns
 from wellcond.lab.report.table import Table as ReportTable
-from wellcond.lab.report.table import without_empty_columns
 
 
-def make_console() -> Console:
-    """Standard output; as wide as anything needs when it is not a terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=10_000)
+class VisibleConsole(Console):
+    """Shows every control character of a text as its number, so that no text of a file can steer the terminal.
+
+    The control codes of rich itself, for styles and bars, are no part of a text.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich does, every piece of text made visible."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Standard output, as wide as anything needs when it is not a terminal; or standard error."""
+    console = VisibleConsole(stderr=stderr, quiet=quiet)
+    return console if stderr or console.is_terminal else VisibleConsole(quiet=quiet, width=10_000)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print plain text of any origin, control characters as their numbers."""
+    print(visible(text), file=sys.stderr if err else sys.stdout)
+
+
+@contextmanager
+def warnings_made_visible() -> Iterator[None]:
+    """Warnings are printed as `echo` prints, too."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda *given, **options: visible(usual(*given, **options))
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
+
+
+def echo_json(text: str) -> None:
+    """Print JSON text; control characters that JSON would leave as they are, such as U+009B, as its escapes."""
+    print(UNUSUAL.sub(lambda found: json.dumps(found[0])[1:-1] if is_hidden(found[0]) else found[0], text))
 
 
 def print_table(out: Console, made: ReportTable) -> None:

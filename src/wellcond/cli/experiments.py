@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Option
 
 from wellcond.cli import app as cli
-from wellcond.cli.console import print_tables
+from wellcond.cli.console import echo_json, print_tables
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.report.table import Cell, Table
@@ -204,7 +204,7 @@ def recipes(json: cli.Json = False) -> None:
 
     listed = [load_recipe(name, scale=scale)[0] for scale, name in (found.split("/") for found in shipped_recipes())]
     if json:
-        print(to_json([recipe.model_dump(mode="json") for recipe in listed], indent=1))
+        echo_json(to_json([recipe.model_dump(mode="json") for recipe in listed], indent=1))
         return
     rows: list[dict[str, Cell]] = []
     for recipe in listed:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from typer import Argument, Option
 
 from wellcond.cli import app as cli
-from wellcond.cli.console import make_console, print_table
+from wellcond.cli.console import echo, echo_json, make_console, print_table
 from wellcond.errors import AttentionNotFoundError, WeightError, check_choice
 from wellcond.files import to_json
 from wellcond.init import recommended
@@ -67,7 +67,7 @@ def inspect(
     scan = scan_attention(built)
     if not scan.sites and not scan.refusals:
         raise AttentionNotFoundError((type(m).__name__ for m in built.modules()), [])
-    sites = track(scan.sites, "condition numbers", console=Console(stderr=True), transient=True, disable=json)
+    sites = track(scan.sites, "condition numbers", console=make_console(stderr=True), transient=True, disable=json)
     with torch.no_grad():
         rows = [_describe(site) for site in sites]
     title = cli.describe_spec(model, model_arg, weights, seed)
@@ -79,7 +79,7 @@ def inspect(
             "model": f"{title}: {describe_model(built)}", "version": __version__, "conditioning": conditioning,
             "parameters": parameters, "sites": rows, "refused": [str(refusal) for refusal in scan.refusals],
         }  # fmt: skip
-        print(to_json(content | ({"note": note} if note else {}), indent=2))
+        echo_json(to_json(content | ({"note": note} if note else {}), indent=2))
         return
     out = make_console()
     print_table(out, Table.of("attention", "", list(map(_show, rows)), words=(0, 1, 2, 3, 4, 8)))
@@ -88,7 +88,7 @@ def inspect(
     summary += f" {len(rows)} attention layers, {parameters:,} parameters in {title}."
     out.print(summary, markup=False, soft_wrap=bool(note))
     for refusal in scan.refusals:
-        out.print(f"[yellow]not understood:[/] {refusal}")
+        out.print(f"[yellow]not understood:[/] {escape(str(refusal))}")
 
 
 def _build(spec: str, model_arg: list[str] | None, weights: Path | None, seed: int) -> nn.Module:
@@ -151,12 +151,12 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
     from wellcond.zoo.forms import is_structured
     from wellcond.zoo.walk import walk_hf, walk_timm
 
-    console, walk = Console(stderr=True), walk_timm if library == "timm" else walk_hf
+    console, walk = make_console(stderr=True), walk_timm if library == "timm" else walk_hf
     rows = walk(progress=lambda names: track(names, f"walking {library}", console=console, disable=as_json))
     if as_json:
         package = "transformers" if library == "hf" else library
         facts = {"version": __version__, "library": f"{library} {metadata.version(package)}"}
-        print(to_json([asdict(row) | facts for row in rows], indent=2))
+        echo_json(to_json([asdict(row) | facts for row in rows], indent=2))
         return
     header = ("family", "model", "status", "sites", "kinds", "remark", "form of the Jacobian")
     shown = tuple(tuple(map(str, asdict(row).values())) for row in rows)
@@ -206,7 +206,7 @@ def init(
         said = f" with {', '.join(option)}" if option else ""
         raise cli.OptionError(f"--method {method}{said}: {error}") from error
     save_weights(built, output, overwrite=force)
-    typer.echo(f"wrote {output}: {len(find_attention(built))} attention layers initialised as {method!r}")
+    echo(f"wrote {output}: {len(find_attention(built))} attention layers initialised as {method!r}")
 
 
 @cli.app.command("fold", rich_help_panel=cli.MODELS)
@@ -230,4 +230,4 @@ def fold(
         raise WeightError(f"{weights} is a plain checkpoint already: it names no correction to fold")
     fold_(built)
     save_weights(built, output, overwrite=force)
-    typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attention layers")
+    echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attention layers")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import unicodedata
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wellcond.errors import DEBUG_VARIABLE, MissingExtraError, WellcondError
@@ -20,14 +22,31 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError as error:
         sys.exit(str(MissingExtraError("typer and rich", "cli")) + f" ({error})")
+    from wellcond.cli.console import echo, warnings_made_visible
+
     try:
-        load_app()()
+        _check_arguments(sys.argv[1:])
+        with warnings_made_visible():
+            load_app()()
     except Exception as error:  # nobody should have to read a traceback
         if os.environ.get(DEBUG_VARIABLE):
-            traceback.print_exception(error)
-        print(f"error: {_explain(error)}", file=sys.stderr)
+            echo("".join(traceback.format_exception(error)).rstrip(), err=True)
+        echo(f"error: {_explain(error)}", err=True)
         # What the user can fix, as a wrong option, or what only wellcond can.
         sys.exit(2 if isinstance(error, WellcondError | MemoryError | OSError) else 1)
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse control characters, such as those of a file's name that a pattern of the shell stands for.
+
+    What is wrong with an argument is printed by typer, which would send them to the terminal.
+    """
+    for argument in arguments:
+        if any(unicodedata.category(character) == "Cc" and character not in "\t\n\r" for character in argument):
+            raise WellcondError(
+                f"expected arguments without control characters, found {argument!r}; rename such a file, or run the "
+                "command in its folder"
+            )
 
 
 def load_app() -> Typer:

@@ -6,12 +6,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-import typer
-from rich.console import Console
 from rich.progress import track
 from typer import Option
 
 from wellcond.cli import app as cli
+from wellcond.cli.console import echo, echo_json, make_console
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import write_atomically
 from wellcond.records import Convention
@@ -46,8 +45,10 @@ def doctor(
 
     found = diagnose(built, batch, trained=trained, jacobian=jacobian)
     found.run.update({name: f"{said[name]}: {found.run[name]}" for name in said})
-    out = Console()
-    print(found.to_json() if json else found.to_text(width=min(100, out.width) if out.is_terminal else 100))
+    if json:
+        echo_json(found.to_json())
+    else:
+        echo(found.to_text(width=min(100, make_console().width)))
     _write(found, output, html, err=json)
 
 
@@ -79,17 +80,17 @@ def measure(
     try:
         found = measure(
             built, batch, **numbers, convention=convention, samples=samples, resume=resume,  # type: ignore[arg-type]
-            progress=lambda heads: track(heads, "heads", console=Console(stderr=True)),
+            progress=lambda heads: track(heads, "heads", console=make_console(stderr=True)),
         )  # fmt: skip
     except WellcondError:
         raise
     except ValueError as error:
         raise cli.OptionError(f"--{error}") from error
     found.run.update({name: f"{said[name]}: {found.run[name]}" for name in said})
-    print(found.to_table())
-    print(summarise(found))
+    echo(found.to_table())
+    echo(summarise(found))
     for refusal in scan_attention(built).refusals:
-        print(f"not understood: {refusal}")
+        echo(f"not understood: {refusal}")
     _write(found, output, html)
 
 
@@ -109,7 +110,7 @@ def _write(found: MeasurementReport | Diagnosis, output: Path | None, html: Path
     for path, make in ((output, lambda: found.to_json() + "\n"), (html, found.to_html)):
         if path is not None:
             write_atomically(path, make())
-            typer.echo(f"wrote {path}", err=err)
+            echo(f"wrote {path}", err=err)
 
 
 def read_numbers(text: str, option: str) -> list[int] | None:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from wellcond.cli import app as cli
-from wellcond.cli.console import make_console, print_table, print_tables
+from wellcond.cli.console import echo, echo_json, make_console, print_table, print_tables
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import to_json, write_atomically
 
@@ -59,9 +59,7 @@ def reproduce(
     list_all: Annotated[bool, Option("--list", help="List every id, and the runs that are there.")] = False,
     scale: Annotated[str, Option(metavar="NAME", help="tiny (CPU, minutes), small (GPU, hours) or paper.")] = "tiny",
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run nothing.")] = False,
-    records: Annotated[
-        Path | None, Option(exists=True, file_okay=False, help="Print these records; run nothing.")
-    ] = None,
+    records: Annotated[Path | None, cli.folder_option(help="Print these records; run nothing.")] = None,
     methods: Annotated[str | None, Option(metavar="LIST", help="Only these methods, and default.")] = None,
     seeds: cli.Seeds = None,
     set: cli.Overrides = None,
@@ -84,6 +82,7 @@ def reproduce(
 
     from wellcond.cli.runs import exit_code, training_in
     from wellcond.lab.methods import parse_methods
+    from wellcond.lab.report.records import RunRecordError
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
     from wellcond.lab.reproduce.stored import Collection
@@ -93,7 +92,11 @@ def reproduce(
         _show([list_table(scale, home)], as_json=json)
         return
     if records is not None:
-        _show(outcome_tables(known, entry, scale, Collection(records, committed=True)), as_json=json, quiet=quiet)
+        stored = Collection(records, committed=True)
+        if entry.kind != "static" and not stored.has_runs(entry):
+            advice = "Give a folder laid out like results/, or leave --records out to run it."
+            raise RunRecordError(records, f"holds no records of {known}", advice)
+        _show(outcome_tables(known, entry, scale, stored), as_json=json, quiet=quiet)
         return
     asked = None if methods is None else tuple(method.label for method in parse_methods(methods))
     plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), cpu))
@@ -141,7 +144,7 @@ def _show(tables: list[Table], *, as_json: bool, quiet: bool = False, end: str =
     if as_json:
         rows = [[dict(zip(table.header, row, strict=True)) for row in table.rows] for table in tables]
         pairs = zip(tables, rows, strict=True)
-        print(to_json([{"title": t.title, "rows": shown, "notes": list(t.notes)} for t, shown in pairs], indent=1))
+        echo_json(to_json([{"title": t.title, "rows": shown, "notes": list(t.notes)} for t, shown in pairs], indent=1))
     elif not quiet:
         print_tables(tables, end)
 
@@ -153,11 +156,16 @@ def claims(results: Annotated[Path, cli.folder_argument(help="Committed records,
     The verdicts are written to RESULTS/claims.md.
     """
     cli.need_train_extra()
-    from wellcond.lab.reproduce.claims import claims_markdown, judge_claims, summarise
+    from wellcond.lab.report.records import RunRecordError
+    from wellcond.lab.reproduce.claims import judge_claims
+    from wellcond.lab.reproduce.claims_page import claims_markdown, summarise
 
     judged = judge_claims(results)
+    if all(one.verdict.word == "no records" for one in judged if one.by_runs):
+        advice = "Give a folder laid out like results/ of the repository, with evidence/ in it."
+        raise RunRecordError(results, "holds no records of any claim, so that nothing was written", advice)
     write_atomically(results / "claims.md", claims_markdown(judged))
-    typer.echo(f"{summarise(judged)}. Written: {results / 'claims.md'}")
+    echo(f"{summarise(judged)}. Written: {results / 'claims.md'}")
 
 
 @cli.app.command("pack", rich_help_panel=cli.PAPERS)

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
 from wellcond.cli.app import is_rank_zero
-from wellcond.cli.console import make_console
+from wellcond.cli.console import echo_json, make_console
 from wellcond.cli.report import print_report
 from wellcond.errors import WellcondError
 from wellcond.files import to_json
@@ -40,7 +39,7 @@ from wellcond.lab.train.run_folder import FolderInUse, RunFolder
 
 def fit_to_data(recipe: Recipe, base: Path | None, *, quiet: bool) -> Recipe:
     """The recipe for the user's own data: theirs may have no split to test on, or fewer samples than a batch."""
-    console = Console(stderr=True, quiet=quiet)
+    console = make_console(stderr=True, quiet=quiet)
     tell = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with console.status("reading the data"):
         data = load_cached_data(recipe.data.model_dump_json(), base)
@@ -66,7 +65,7 @@ def choose_workers(asked: int | None, job: Job) -> int:
 
 def run_jobs(jobs: Sequence[Job], asked: int | None, *, quiet: bool, ray: RaySettings | None = None) -> Outcome:
     """Run jobs, `asked` at once, and show how they go on standard error: bars on a terminal, else a line per run."""
-    console = Console(stderr=True, quiet=quiet or not is_rank_zero())
+    console = make_console(stderr=True, quiet=quiet or not is_rank_zero())
     tell = functools.partial(console.print, highlight=False, soft_wrap=True)
     texts = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
     columns = texts[0], BarColumn(bar_width=24), MofNCompleteColumn(), texts[1], TimeElapsedColumn(), TimeLeft()
@@ -119,8 +118,17 @@ def _metric(row: dict[str, Any]) -> str:
 
 
 def exit_code(outcome: Outcome) -> int:
-    """130 if the user stopped it, which the first process alone says; 1 if a run failed, else 0."""
-    return 130 if outcome.interrupted and is_rank_zero() else int(bool(outcome.failures))
+    """130 if the user stopped it, which the first process alone says; 1 if a run failed or none finished, else 0."""
+    if outcome.interrupted:
+        return 130 if is_rank_zero() else int(bool(outcome.failures))
+    return int(bool(outcome.failures or lost_runs(outcome)))
+
+
+def lost_runs(outcome: Outcome) -> list[str]:
+    """How every run ended where none finished; a comparison in which some diverged has a result."""
+    if any(record["status"] == "finished" for record in outcome.records):
+        return []
+    return [f"{one['method']}, seed {one['seed']}: {one['status']}, {one['reason']}" for one in outcome.records]
 
 
 def tell_end(outcome: Outcome, *, as_json: bool = False, **more: Any) -> int:
@@ -136,10 +144,12 @@ def tell_end(outcome: Outcome, *, as_json: bool = False, **more: Any) -> int:
             {"method": job.method.label, "seed": job.seed, "status": "failed", "reason": problem}
             for job, problem in outcome.failures
         ]
-        print(to_json({"runs": rows, "interrupted": outcome.interrupted, **more}, indent=1))
+        echo_json(to_json({"runs": rows, "interrupted": outcome.interrupted, **more}, indent=1))
     elif is_rank_zero():
         for _, problem in outcome.failures:
             out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
+        for lost in lost_runs(outcome) if not outcome.interrupted else ():
+            out.print(f"[red]no result:[/] {escape(lost)}; try a smaller optimizer.lr", soft_wrap=True)
         if outcome.interrupted:
             out.print("[yellow]stopped[/]; the same command resumes from here")
     return exit_code(outcome)

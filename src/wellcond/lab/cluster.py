@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.errors import WellcondError, needs_extra
+from wellcond.files import temporary_beside
 from wellcond.lab.train.checkpoint import OURS
 from wellcond.lab.train.compare import Dispatch, Message, do_job
 from wellcond.lab.train.engine import Event
@@ -117,7 +118,7 @@ def run_on_ray(dispatch: Dispatch, *, num_workers: int, settings: RaySettings) -
         stop = held.enter_context(StopFlag().listening())
         with writing(common):
             common.mkdir(parents=True, exist_ok=True)
-            token = held.enter_context(tempfile.NamedTemporaryFile(dir=common, prefix=".wellcond-")).name
+            token = held.enter_context(temporary_beside(common / "ray")).name
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         needed = settings.resources(dispatch.waiting[0], machines)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -11,7 +11,7 @@ from wellcond.files import write_atomically
 from wellcond.lab.report import statistics
 from wellcond.lab.report.analysis import required_pairs
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.records import Metric, Run, RunRecordError
+from wellcond.lab.report.records import Metric, Run, RunRecordError, check_stays_inside
 from wellcond.lab.report.table import MISSING, Table, finite_mean, number, plain_markdown, table_csv, table_markdown
 from wellcond.lab.report.tables import NO_METRICS
 
@@ -68,6 +68,7 @@ def rebuild_glue(folder: Path) -> Path:
     parts = [f"# GLUE: {plain_markdown(scores.pretrained.title)}", table_markdown(scores_table(scores))]
     parts += [f"## {table.title}\n\n{table_markdown(table)}" for table in tables]
     home = folder / "glue" if (folder / "run.json").is_file() else folder
+    check_stays_inside(folder, [home])
     write_atomically(home / "glue.csv", table_csv(tables[0]))
     write_atomically(home / "glue.md", "\n\n".join(parts) + "\n")
     return home / "glue.md"

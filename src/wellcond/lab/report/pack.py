@@ -47,7 +47,10 @@ def pack(folder: Path, output: Path) -> list[Path]:
             raise RunRecordError(run.file, "is packed already", "Give the folder of the full runs.")
         if run.outcome == "partial":
             raise RunRecordError(run.file, f"is of a run that is {run.status}", "Finish it, or delete its folder.")
-    return [_pack_one(comparison, output / comparison.folder.relative_to(folder)) for comparison in found]
+    homes = [output / comparison.folder.relative_to(folder) for comparison in found]
+    for home in homes:  # before anything is written
+        records.check_stays_inside(output, [home, *(path for path in home.rglob("*") if path.is_symlink())])
+    return [_pack_one(comparison, home) for comparison, home in zip(found, homes, strict=True)]
 
 
 def _pack_one(comparison: Comparison, home: Path) -> Path:

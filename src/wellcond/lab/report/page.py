@@ -17,7 +17,7 @@ from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_fi
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.plots import NUM_COLOURS, draw_static, plots
-from wellcond.lab.report.records import RunRecordError, leaves_of
+from wellcond.lab.report.records import check_stays_inside, leaves_of
 from wellcond.lab.report.samples import detections_markdown, find_pictures, find_samples, samples_markdown
 from wellcond.lab.report.table import (
     Table,
@@ -58,7 +58,8 @@ def gather(analysis: Analysis, *, figures: bool = True) -> Content:
     """Tables, figures and samples of a comparison, computed once."""
     comparison, tables, drawn = analysis.comparison, build_tables(analysis), build_figures(analysis) if figures else []
     if tuning := find_tuning(comparison):
-        tables, drawn = [*tables, tuning_table(tuning)], [tuning_figure(comparison, tuning).drawable(), *drawn]
+        tables, figure = [*tables, tuning_table(tuning)], tuning_figure(comparison, tuning).drawable()
+        drawn = [figure, *drawn] if figure.panels else drawn  # nothing to draw where every run of the search diverged
     samples, pictures = find_samples(comparison), find_pictures(comparison)
     return Content(analysis, tables, provenance_table(comparison), drawn if figures else None, samples, pictures)
 
@@ -82,9 +83,7 @@ def write_report(content: Content) -> Path:
         files[f"figures/{figure.name}.csv"] = write_csv(figure)
         files[f"figures/{figure.name}.svg"] = draw_static(figure)
     home = folder / "report"
-    for place in (home, home / "figures", home / "tables"):
-        if not place.resolve().is_relative_to(folder.resolve()):
-            raise RunRecordError(place, f"is a link that leads out of {folder}, to {place.resolve()}", "Remove it.")
+    check_stays_inside(folder, (home, home / "figures", home / "tables"))
     for name, made in files.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(home / name, made)

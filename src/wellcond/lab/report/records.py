@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -24,8 +24,8 @@ Keys = tuple[str, ...]
 
 REPEAT = "Restore it, or delete {} and repeat the run."
 PACK_AGAIN = "Restore it, or pack the runs again: wellcond pack."
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters that a terminal would obey; tabs and line ends are not among them."""
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters that a terminal would obey, and those that turn text around; tabs and line ends are neither."""
 NOT_COMPARED = frozenset({"method", "seed", "title", "description", "checkpoint", "logging", "workers"})
 """Settings that differ between the runs of a comparison, or change no number."""
 PACKED = "wellcond-packed-run"
@@ -46,6 +46,14 @@ class RunRecordError(WellcondError, ValueError):
 
     def __init__(self, path: Path, problem: str, advice: str) -> None:
         super().__init__(f"{path}: {problem}\n  {advice}")
+
+
+def check_stays_inside(folder: Path, places: Iterable[Path]) -> None:
+    """Raise RunRecordError if a link leads from a place below a folder to somewhere else, where nothing is written."""
+    inside = folder.resolve()
+    for place in places:
+        if not place.resolve().is_relative_to(inside):
+            raise RunRecordError(place, f"is a link that leads out of {folder}, to {place.resolve()}", "Remove it.")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ Cell = str | tuple[str, Values]
 Row = Mapping[str, Cell]
 FORMULA = re.compile(r"[=@\t\r]|[+-][A-Za-z(]")
 """How a text begins that a spreadsheet would compute; +1.5 and -0.3 are numbers."""
+UNUSUAL = re.compile(r"[^\x20-\x7e\n\t]")
+"""Everything but the printed characters of ASCII, lines and tabs."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,12 @@ def cut(label: str, longest: int = 22) -> str:
 
 def visible(text: str) -> str:
     """The text with every character that has no picture, or turns others around, as its number; lines and tabs stay."""
-    # Control, format, surrogate, private and unassigned characters; separators of lines and paragraphs.
-    hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-    return "".join(c if c in "\n\t" or unicodedata.category(c) not in hidden else f"<U+{ord(c):04X}>" for c in text)
+    return UNUSUAL.sub(lambda found: f"<U+{ord(found[0]):04X}>" if is_hidden(found[0]) else found[0], text)
+
+
+def is_hidden(character: str) -> bool:
+    """Whether it is a control, format, surrogate, private or unassigned character, or separates lines or paragraphs."""
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def plain_setting(value: Any) -> str:

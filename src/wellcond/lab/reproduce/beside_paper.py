@@ -12,7 +12,7 @@ from wellcond.lab.report import figures
 from wellcond.lab.report.glue import AVERAGE, SHOWN
 from wellcond.lab.report.match import Matching, show_match
 from wellcond.lab.report.plots import draw_static
-from wellcond.lab.report.records import ROLES
+from wellcond.lab.report.records import ROLES, check_stays_inside
 from wellcond.lab.report.statistics import NO_PAIRS, PairedDifference, Summary, compare_paired, correct, show_p
 from wellcond.lab.report.table import MISSING, Cell, Table, show, show_known, show_seeds, table_csv, table_markdown
 from wellcond.lab.reproduce.catalogue import Entry, Part
@@ -122,6 +122,7 @@ def write_outcome(id: str, entry: Entry, scale: str, records: Collection, folder
         files[f"{name}.svg"] = draw_static(figure)
         text += [f"![{figure.title}]({name}.svg)", ""]
     files[f"{id}.md"] = "\n".join(text)
+    check_stays_inside(folder.parent, [folder])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():

@@ -1,14 +1,13 @@
-"""The papers' claims one by one, decided by rule from stored records; as markdown."""
+"""The papers' claims one by one, decided by rule from stored records."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -17,33 +16,13 @@ from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.match import FEWEST_FOR_EXACT, Matching
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import ALPHA, PairedDifference, judge
-from wellcond.lab.report.table import Cell, Table, plain_markdown, show_seeds, without_empty_columns
+from wellcond.lab.report.table import show_seeds
 from wellcond.lab.reproduce.catalogue import catalogue, read_paper_file
-from wellcond.lab.reproduce.stored import find_study, what_ran, what_was_built
+from wellcond.lab.reproduce.stored import StoredStudy, find_study, what_ran, what_was_built
 from wellcond.lab.settings import Settings
 
-LEAD = (
-    "# The papers' claims at CPU size",
-    "Made by `wellcond claims results` from the committed records; no verdict on runs is written by hand.",
-    "A row says what ran; the set-up of the paper, which is a hundred to a thousand times as large, has a column of "
-    "its own. A claim that fails here may hold there, and one that holds here is not confirmed there.",
-    "Verdicts are on the first method against the second: better or worse (p < 0.05, paired t test by seed, Holm's "
-    "correction over the rows of one claim, which are one question), equal (both one-sided tests at 5 % against a "
-    "margin), or undecided. The margin is half of the paper's gain, carried over as a share of the baseline's error, "
-    "since points of other data mean something else; without a number of the paper it is one standard deviation of "
-    "the baseline over seeds. Epochs are counts and have an exact test (all flips of sign, which takes six seeds; "
-    "equal is less than half of what the paper saves), in shares of the epochs beyond what the default itself saves. "
-    "What so many seeds show is a difference that they find with a power of 80 %.",
-)
-PAPERS = {
-    "C": "Paper C: Conditioned Initialization for Attention",
-    "S": "Paper S: Spectral Conditioning of Attention Improves Transformer Performance",
-}
-OTHERS = {
-    "proved": ("Decided by proof", "No run says anything about these; the tests that are named prove or refute them."),
-    "needs": ("Not decided at this size", "These need ImageNet, other large data, or up to billions of parameters."),
-}
-"""Claims that no runs decide, by the kind of their rule."""
+OTHERS = ("proved", "needs")
+"""Kinds of rules of claims that no runs decide."""
 STRONG = "strong default"
 """The default whose tokens are scaled as well as a search could: the baseline of a comparison that has one."""
 QUANTITY = "pseudo_condition_number"
@@ -75,6 +54,17 @@ class Rule(Settings):
     why: str = ""
     """What is known of a claim that no runs decide."""
 
+    @property
+    def quantity(self) -> str:
+        """What is compared; the score of a comparison is named by its records."""
+        names = {"kappa": f"{QUANTITY}, {self.moment}", "saving": "epochs", "below": "papers' bound"}
+        return names.get(self.kind, "score")
+
+    @property
+    def runs(self) -> tuple[object, ...]:
+        """The set of runs that decides it: comparison, methods and quantity."""
+        return self.quantity, self.folder, self.method, self.over, self.over_folder, self.among
+
 
 class Claim(Settings):
     """One claim, or one for each column of a table."""
@@ -86,10 +76,29 @@ class Claim(Settings):
     table: str
     """Where it is made; an id of `reproduce` wherever there is one."""
     rule: Rule
+    data: tuple[str, ...] = ()
+    """What the paper trained on, by the paper's names; none if it names no data."""
     each: dict[str, str] = {}
     """Folder of records by column."""
     optional: bool = False
     """Left out while there are no records."""
+
+    def of_columns(self) -> list[Claim]:
+        """The claim for each of its columns."""
+        found = []
+        for column, folder in (self.each or {self.rule.column: self.rule.folder}).items():
+            rule = self.rule.model_copy(update={"column": column, "folder": folder})
+            setup, *data = (text.replace("{column}", column) for text in (self.setup, *self.data))
+            found.append(self.model_copy(update={"setup": setup, "data": tuple(data), "rule": rule, "each": {}}))
+        return found
+
+
+class ClaimsFile(Settings):
+    """What ships as `papers/claims.yaml`."""
+
+    data: dict[str, tuple[str, ...]]
+    """Data sets of the papers, and what the same data are called in records; others are not in any record."""
+    claims: tuple[Claim, ...]
 
 
 @dataclass(frozen=True)
@@ -112,53 +121,93 @@ class Judged:
     """What our runs were, from their records; empty if nothing ran."""
     link: str = ""
     """Report of the records, from their folder; empty if there is none."""
+    stand_in: bool = False
+    """Whether our runs were on other data than the paper's; such a row is shown and not counted."""
+    same_runs: Claim | None = None
+    """The claim under which the same runs are judged, if it is another one; the verdict is the one given there."""
 
     @property
     def by_runs(self) -> bool:
         """Whether runs decide it."""
         return self.claim.rule.kind not in OTHERS
 
+    @property
+    def counted(self) -> bool:
+        """Whether it is in the counts: runs on the paper's own data, judged here and nowhere else."""
+        return self.by_runs and not self.stand_in and self.same_runs is None
+
 
 @functools.cache
+def read_claims_file() -> ClaimsFile:
+    """The claims, and the names of the papers' data in records."""
+    return ClaimsFile.model_validate(read_paper_file("claims"))
+
+
 def read_claims() -> tuple[Claim, ...]:
     """All of them, in the order in which they are shown."""
-    return tuple(map(Claim.model_validate, read_paper_file("claims")))
+    return read_claims_file().claims
 
 
 def judge_claims(results: Path) -> list[Judged]:
-    """Every claim with its verdict, by the committed records of a folder; the same records give the same verdicts."""
+    """Every claim with its verdict, by the committed records of a folder; the same records give the same verdicts.
+
+    A set of runs is judged once: under the first claim on whose own data it was run, or else under the first one that
+    it stands in for.
+    """
+    rows = [row for claim in read_claims() for row in claim.of_columns()]
+    studies = [find_study(results / row.rule.folder) if row.rule.folder else None for row in rows]
+    stand_ins = [is_stand_in(row, study) for row, study in zip(rows, studies, strict=True)]
+    homes: dict[tuple[object, ...], Claim] = {}
+    for row, _ in sorted(zip(rows, stand_ins, strict=True), key=lambda pair: pair[1]):
+        if row.rule.kind not in OTHERS:
+            homes.setdefault(row.rule.runs, row)
+    verdicts = dict(zip(homes, judge_rules([(home.rule, home.table) for home in homes.values()], results), strict=True))
     found = []
-    for claim in read_claims():
-        columns = claim.each or {claim.rule.column: claim.rule.folder}
-        rules = [claim.rule.model_copy(update={"column": name, "folder": folder}) for name, folder in columns.items()]
-        for rule, verdict in zip(rules, judge_rules(rules, claim.table, results), strict=True):
-            if claim.optional and verdict.word == "no records":
-                continue
-            of_column = claim.model_copy(update={"setup": claim.setup.replace("{column}", rule.column), "rule": rule})
-            study = find_study(results / rule.folder) if rule.folder else None
-            ran = "; ".join([what_was_built(study.comparison), *what_ran(study.comparison)]) if study else ""
-            report = f"{rule.folder}/report/report.md"
-            found.append(Judged(of_column, verdict, ran, report if ran and (results / report).is_file() else ""))
+    for row, study, stand_in in zip(rows, studies, stand_ins, strict=True):
+        verdict = verdicts.get(row.rule.runs) or Verdict("", row.rule.why)
+        if row.optional and verdict.word == "no records":
+            continue
+        home = homes.get(row.rule.runs, row)
+        ran = "; ".join([what_was_built(study.comparison), *what_ran(study.comparison)]) if study else ""
+        report = f"{row.rule.folder}/report/report.md"
+        link = report if ran and (results / report).is_file() else ""
+        found.append(Judged(row, verdict, ran, link, stand_in, home if home is not row else None))
     return found
+
+
+def is_stand_in(claim: Claim, study: StoredStudy | None) -> bool:
+    """Whether runs are on other data than the paper's; a claim that names no data is about any."""
+    known = read_claims_file().data
+    if study is None:
+        return any(name not in known for name in claim.data)
+    ran_on = study.comparison.runs[0].part("data").get("name")
+    return any(ran_on not in known.get(name, ()) for name in claim.data)
 
 
 Test = tuple[float | None, Callable[[float | None], Verdict]]
 """The p of a rule before correction, None where there is nothing to test, and the verdict from the corrected one."""
 
 
-def judge_rules(rules: Sequence[Rule], table: str, results: Path) -> list[Verdict]:
-    """Decide a claim for each of its columns, which are one question: Holm's correction is over them.
+def judge_rules(rules: Sequence[tuple[Rule, str]], results: Path) -> list[Verdict]:
+    """Decide rules, each with the id of the table that has the paper's numbers, by records below a folder.
 
-    Each rule has a folder of its own below that of the committed records; the paper's numbers are those of the table.
+    Holm's correction is over all that ask the same question, whatever they ran on: the same quantity of the same two
+    methods. So the p of a set of runs does not depend on the claim under which it is shown.
     """
-    tests = [_test(rule, table, results) for rule in rules]
-    corrected = statistics.holm([p for p, _ in tests])
-    return [verdict_from(p) for (_, verdict_from), p in zip(tests, corrected, strict=True)]
+    tests = [_test(rule, table, results) for rule, table in rules]
+    families: dict[tuple[str, ...], list[int]] = {}
+    for at, (rule, _) in enumerate(rules):
+        study = find_study(results / rule.folder) if rule.quantity == "score" else None
+        metric = study.comparison.result.name if study else ""
+        families.setdefault((rule.quantity, metric, rule.method, rule.over), []).append(at)
+    verdicts: dict[int, Verdict] = {}
+    for members in families.values():
+        corrected = statistics.holm([tests[at][0] for at in members])
+        verdicts |= {at: tests[at][1](p) for at, p in zip(members, corrected, strict=True)}
+    return [verdicts[at] for at in range(len(tests))]
 
 
 def _test(rule: Rule, table: str, results: Path) -> Test:
-    if rule.kind in OTHERS:
-        return _without_test("", rule.why)
     study = find_study(results / rule.folder)
     if study is None:
         return _without_test("no records", f"nothing in {rule.folder}")
@@ -321,47 +370,3 @@ def _best(rule: Rule, analysis: Analysis) -> Test:
     if "equal" in kinds.values():
         return _without_test("equal", f"{evidence}; margin {metric.show(own.std)}", False)
     return _without_test("better", evidence, True)
-
-
-def summarise(judged: Sequence[Judged]) -> str:
-    """How many of those that runs decide got which verdict."""
-    by_runs = [one for one in judged if one.by_runs]
-    agreed = sum(one.verdict.as_claimed is True for one in by_runs)
-    return f"{len(by_runs)} claims by runs: {_count_words(by_runs)}; {agreed} as claimed"
-
-
-def _count_words(judged: Sequence[Judged]) -> str:
-    counts = Counter(one.verdict.word for one in judged)
-    return ", ".join(f"{counts[word]} {word}" for word in get_args(Word) if counts[word])
-
-
-def claims_markdown(judged: Sequence[Judged]) -> str:
-    """Claims that runs decide, by paper; what is decided by proof; what cannot be run here."""
-    parts = [*LEAD, f"**{summarise(judged)}.**"]
-    for paper, title in PAPERS.items():
-        some = [one for one in judged if one.claim.paper == paper and one.by_runs]
-        parts += [f"## {title}", f"{_count_words(some)}.", _table(some)]
-    for kind, (title, text) in OTHERS.items():
-        parts += [f"## {title}", text, _table([one for one in judged if one.claim.rule.kind == kind])]
-    return "\n\n".join(parts) + "\n"
-
-
-def _table(judged: Sequence[Judged]) -> str:
-    rows: list[dict[str, Cell]] = [
-        {
-            "claim": plain_markdown(one.claim.claim), "the paper's set-up": plain_markdown(one.claim.setup),
-            "what ran": plain_markdown(one.ran), "where": plain_markdown(one.claim.table),
-            "verdict": _show_verdict(one.verdict), "evidence": plain_markdown(one.verdict.evidence),
-            "records": f"[table]({one.link})" if one.link else "",
-        }
-        for one in judged
-    ]  # fmt: skip
-    table = without_empty_columns(Table.of("claims", "", rows))
-    first, *rest = (f"| {' | '.join(cells)} |" for cells in (table.header, *table.rows))
-    return "\n".join([first, "|:---" * len(table.header) + "|", *rest])
-
-
-def _show_verdict(verdict: Verdict) -> str:
-    if verdict.as_claimed is None:
-        return verdict.word
-    return f"**{verdict.word}**, {'as claimed' if verdict.as_claimed else 'not as claimed'}"

@@ -97,6 +97,13 @@ class Collection:
             place = records.get(name, "")
         return find_study(self.folder / place) if place else None
 
+    def has_runs(self, entry: Entry) -> bool:
+        """Whether there are runs of any row and column of a table or figure."""
+        wanted = [
+            (source, row.variant) for name, source in entry.columns.items() for row in entry.rows_of(name).values()
+        ]
+        return any(self.study(source, variant) is not None for source, variant in wanted)
+
 
 def study_name(study: str, variant: str) -> str:
     """Of a study with a variant."""
