@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,17 +36,32 @@ RESUME = "wellcond, only to resume training: "  # see `wellcond.conditioning.eff
 ATTRIBUTE = "_wellcond_marker"
 
 
-def mark(model: nn.Module, call: str, settings: dict[str, Any]) -> None:
-    """Give a conditioned model its marker and its load hook."""
+@dataclass(frozen=True)
+class Marker:
+    """A buffer that marks raw weights: its name, its value, and the settings that the value spells."""
+
+    name: str
+    value: Tensor
+    settings: dict[str, Any]
+
+
+def make_marker(call: str, settings: dict[str, Any]) -> Marker:
+    """The marker for a model that was conditioned by `call`."""
     text = json.dumps(settings, sort_keys=True).encode()
-    restore_mark(model, f"{PREFIX}load this after {call}", torch.tensor(list(text), dtype=torch.uint8), settings)
+    return Marker(f"{PREFIX}load this after {call}", torch.tensor(list(text), dtype=torch.uint8), settings)
 
 
-def restore_mark(model: nn.Module, name: str, marker: Tensor | None, settings: dict[str, Any] | None) -> None:
-    """Attach a marker that is known by name and value."""
-    model.register_buffer(name, marker)
+def taken_marker(model: nn.Module) -> Marker:
+    """The marker of a model that has one, to be given back to it later."""
+    name = model.__dict__[ATTRIBUTE]
+    return Marker(name, model.get_buffer(name), model.__dict__[SETTINGS_ATTRIBUTE])
+
+
+def mark(model: nn.Module, marker: Marker) -> None:
+    """Give a conditioned model its marker and its load hook."""
+    model.register_buffer(marker.name, marker.value)
     # The buffer is for checkpoints; averages over whole state dicts (EMA) may spoil its value, so this is what counts.
-    model.__dict__[ATTRIBUTE], model.__dict__[SETTINGS_ATTRIBUTE] = name, settings
+    model.__dict__[ATTRIBUTE], model.__dict__[SETTINGS_ATTRIBUTE] = marker.name, marker.settings
     model.register_load_state_dict_pre_hook(check_incoming)
 
 

@@ -136,7 +136,8 @@ class IdentityCorrection(AbstractCorrection):
         entries = [part.entries() for part in parts]
         rows, columns = (torch.cat(positions) for positions in zip(*entries, strict=True))
         self.entries = (columns, rows) if parts[0].slot.transposed else (rows, columns)
-        self.lams = torch.cat([torch.full(r.shape, p.lam) for p, (r, _) in zip(parts, entries, strict=True)])
+        lams = [torch.full(r.shape, p.lam, dtype=torch.float64) for p, (r, _) in zip(parts, entries, strict=True)]
+        self.lams = torch.cat(lams)
         self.placed: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
         self._entries(parts[0].slot.parameter, None)  # a graph that is traced now would be traced again after it
 
@@ -163,7 +164,7 @@ class IdentityCorrection(AbstractCorrection):
                     held = box.inside(first, 0) & box.inside(second, 1)
                     first, second, lams = first[held] - box.offsets[0], second[held] - box.offsets[1], lams[held]
                 device = stored.device
-                self.placed[key] = (first.to(device), second.to(device), lams.to(device, stored.dtype))
+                self.placed[key] = (first.to(device), second.to(device), lams.to(stored.dtype).to(device))
         return self.placed[key]
 
 
