@@ -42,7 +42,7 @@ def condition_(
     *,
     sites: Sequence[AttentionSite] | None = None,
     projections: str = "qkv",
-    num_tokens: int = advice.DEFAULT_NUM_TOKENS,
+    num_tokens: int | None = None,
     **options: Any,
 ) -> nn.Module:
     """Add a correction C to Q, K and V in every forward pass, in place; `fold_` merges it for good.
@@ -56,7 +56,8 @@ def condition_(
             changing the largest singular value).
         sites: only these attentions (from `find_attention(model)`); all by default.
         projections: which of q, k, v.
-        num_tokens: sequence length assumed by the saturation warning.
+        num_tokens: sequence length for the warning that lam saturates the softmax; by default what the model's learned
+            positions say, and where there are none the warning says that it is not known.
         **options: of the method: ``lam``, ``layout``; ``layout``, ``frozen``; ``target``, ``layout``, ``frozen``.
 
     Returns: the same model.
@@ -89,7 +90,7 @@ def condition_(
 
 
 def _condition_(
-    model: nn.Module, method: Method, sites: Sequence[AttentionSite] | None, projections: str, num_tokens: int
+    model: nn.Module, method: Method, sites: Sequence[AttentionSite] | None, projections: str, num_tokens: int | None
 ) -> None:
     conditioned = [name for name, module in model.named_modules() if corrections_of(module)]
     if conditioned:
@@ -99,7 +100,7 @@ def _condition_(
     found = choose_sites(model, sites)
     check_writable(model, found, projections, "wellcond.condition_")
     check_finite(found, projections)
-    _advise(method, found, projections, num_tokens)
+    _advise(model, method, found, projections, num_tokens)
 
     # Everything that can fail is computed before the model is touched.
     some = sites is not None and len(found) < len(find_attention(model, strict=False))
@@ -177,13 +178,15 @@ def _frozen(name: str, correction: AbstractCorrection) -> FrozenCorrection:
     return FrozenCorrection(f"{name}_wellcond_correction", correction)
 
 
-def _advise(method: Method, sites: list[AttentionSite], projections: str, num_tokens: int | None) -> None:
+def _advise(
+    model: nn.Module, method: Method, sites: list[AttentionSite], projections: str, num_tokens: int | None
+) -> None:
     if method.name != "identity":
         advice.warn_if_degenerate(sites, projections)
         return
     lams = {role: lam if role in projections else 0.0 for role, lam in per_projection(method.settings["lam"]).items()}
     _check_representable(sites, lams)
-    advice.warn_if_saturating(sites, lams, num_tokens)
+    advice.warn_if_saturating(model, sites, lams, num_tokens)
     advice.warn_if_rounded_away(sites, lams)
 
 
