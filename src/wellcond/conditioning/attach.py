@@ -31,7 +31,7 @@ from wellcond.attention.effective import (
     remove_conditioning,
 )
 from wellcond.conditioning.corrections import FOLD_FIRST, AbstractCorrection
-from wellcond.conditioning.effective_state import save_pretrained
+from wellcond.conditioning.effective_state import resume_in_trainer, save_pretrained
 from wellcond.conditioning.forward_pass import ForwardPass, Place
 from wellcond.conditioning.guards import refuse_merging, refuse_reparametrisation, reparametrised
 from wellcond.conditioning.tracing import recorded_weight
@@ -77,6 +77,7 @@ class AnnouncedSaving(Announced):
 
     def __init__(self, model: nn.Module) -> None:
         """In place of `model.save_pretrained`."""
+        resume_in_trainer()
         self.model, self.replaced = model, vars(model).get("save_pretrained")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

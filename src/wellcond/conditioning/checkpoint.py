@@ -10,8 +10,8 @@ tells its user what to do. Its value is the settings as JSON.
 | raw, marked | same conditioning | resumes |
 | raw, marked | other conditioning | CheckpointMismatchError, nothing loaded |
 | raw, marked | plain model | torch's error; the unexpected key is the line to run |
-| effective, with raw beside | plain model | effective weights; the rest are unexpected keys |
-| effective, with raw beside | conditioned model | as raw, marked |
+| effective, with a file of raw ones | plain model | effective weights; the file is not looked at |
+| effective, with a file of raw ones | conditioned model | as raw, marked (`wellcond.conditioning.effective_state`) |
 | plain | conditioned model | weights are taken as raw (as if loaded first, then conditioned); CheckpointWarning |
 """
 
@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,8 @@ from wellcond.conditioning.corrections import FrozenCorrection
 from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightError
 
 PREFIX = "wellcond: "
-RESUME = "wellcond, only to resume training: "  # see `wellcond.conditioning.effective_state`
+RESUMED: ContextVar[Mapping[str, Tensor] | None] = ContextVar("RESUMED", default=None)
+"""Raw weights and marker that belong to the effective weights which are being loaded."""
 ATTRIBUTE = "_wellcond_marker"
 
 
@@ -117,8 +119,7 @@ def check_incoming(
     assert own is not None
     own_marker = module._buffers[own]
     assert own_marker is not None
-    for key in [key for key in state_dict if key.startswith(prefix + RESUME)]:
-        state_dict[prefix + key.removeprefix(prefix + RESUME)] = state_dict.pop(key)
+    _take_raw(module, state_dict, prefix)
     if _is_filled_in(module, state_dict, prefix, own):
         del state_dict[prefix + own]
     found = find_markers(state_dict, prefix)
@@ -149,6 +150,44 @@ def check_incoming(
             "load that one into a plain model.",
             CheckpointWarning,
             stacklevel=6,
+        )
+
+
+def _take_raw(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> None:
+    """Put raw weights in the place of the effective ones that are loaded, where they are known.
+
+    Raises: CheckpointMismatchError if they are not those of these effective weights.
+    """
+    raw = RESUMED.get()
+    if raw is None or find_markers(state_dict, prefix):
+        return
+    same = prefix + str(marker_of(model)) in raw  # else what is to be loaded is refused
+    weights = {path + name: (module, name) for path, module, name in _corrected(model, prefix)}
+    for key, value in raw.items():
+        if not key.startswith(prefix):
+            continue
+        if key in weights and key not in state_dict:
+            continue  # in another file of this checkpoint
+        if key in weights and same:
+            _check_belongs(*weights[key], value, state_dict[key], key, raw)
+        state_dict[key] = value
+
+
+def _check_belongs(
+    module: nn.Module, name: str, raw: Tensor, effective: Tensor, key: str, everything: Mapping[str, Tensor]
+) -> None:
+    """Raise unless W + C of a raw weight is the effective one: the two files may be of different times."""
+    correction = corrections_of(module)[name]
+    if isinstance(correction, FrozenCorrection):
+        computed = raw + everything[key.removesuffix(name) + correction.buffer_name]
+    else:
+        computed = correction.value(module, raw)
+    difference = (computed - effective.to(computed)).abs().max()
+    if not bool(difference <= 0.01 * computed.abs().max()):
+        raise CheckpointMismatchError(
+            f"{key}: the raw weights beside this checkpoint are not those of its effective weights (another model was "
+            "saved into the same folder?); nothing was loaded. Load the effective weights into a plain model, or "
+            "resume from another checkpoint."
         )
 
 
