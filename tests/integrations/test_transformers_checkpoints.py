@@ -84,7 +84,7 @@ def test_resuming_without_a_trainer_refuses_what_does_not_fit(tmp_path):
     with pytest.raises(wc.WeightError, match="damaged"):
         resume(plain, tmp_path)
     (tmp_path / RAW).unlink()
-    with pytest.raises(wc.WeightError, match="found no such file"):
+    with pytest.raises(wc.WeightError, match="no such file"):
         resume(plain, tmp_path)
 
 

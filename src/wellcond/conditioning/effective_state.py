@@ -123,8 +123,8 @@ def read_raw(folder: str | os.PathLike[str]) -> dict[str, Tensor] | None:
         return safetensors.torch.load_file(path)
     except Exception as error:
         raise WeightError(
-            f"{path} is damaged ({error}); copy the checkpoint again. The effective weights beside it are another file: "
-            "load them into a plain model to train on from these"
+            f"{path} is damaged ({error}); copy the checkpoint again. The effective weights are in another file: load "
+            "them into a plain model to train on from these"
         ) from error
 
 
