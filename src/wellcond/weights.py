@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.distributed import any_distributed, gather_model
-from wellcond.conditioning.checkpoint import RESUME, find_markers, read_settings
+from wellcond.conditioning.checkpoint import find_markers, read_settings
 from wellcond.errors import WeightError, needs_extra
 from wellcond.files import opened_atomically
 
@@ -29,7 +29,7 @@ NO_AVERAGE = f"expected a moving average beside the model, under {AVERAGED!r} as
 
 
 def read_state_dict(path: Path, *, averaged: bool = False) -> dict[str, Tensor]:
-    """Tensors of a checkpoint file; without what lies beside effective weights to resume from.
+    """Tensors of a checkpoint file.
 
     Args:
         path: .safetensors, or what torch.save wrote.
@@ -37,10 +37,6 @@ def read_state_dict(path: Path, *, averaged: bool = False) -> dict[str, Tensor]:
 
     Raises: WeightError if it is missing, damaged, or holds anything but tensors, or no average.
     """
-    return {key: value for key, value in _read_tensors(path, averaged).items() if RESUME not in key}
-
-
-def _read_tensors(path: Path, averaged: bool) -> dict[str, Tensor]:
     if not path.is_file():
         raise WeightError(f"no such weights file: {path}")
     if path.suffix == ".safetensors":

@@ -232,18 +232,43 @@ def test_wide_heads_and_grouped_queries():
     torch.testing.assert_close((effective(model) - before).reshape(24, 4), torch.eye(24, 4))
 
 
-def test_saturation_warning_names_balanced():
-    with pytest.warns(wc.NumericalWarning, match=r"lam=10 saturates the softmax.*'balanced'"):
+def test_saturation_warning_says_what_the_records_found():
+    with pytest.warns(wc.NumericalWarning, match=r"lam=10 saturates the softmax.*digits: 21 %.*'balanced'") as caught:
         wc.condition_(vit(depth=1), "identity", lam=10.0)
+    assert caught[0].filename == __file__
     # The rule: s lam^2 d > ln N + 5.
-    d, n = 8, 197
+    d, n = 8, 17  # sixteen patches and a class token
     edge = math.sqrt((math.log(n) + 5) / (d**-0.5 * d))
     wc.condition_(vit(depth=1), "identity", lam=0.99 * edge)  # warnings are errors in these tests
-    with pytest.warns(wc.NumericalWarning):
+    with pytest.warns(wc.NumericalWarning, match="at N = 17 tokens"):
         wc.condition_(vit(depth=1), "identity", lam=1.01 * edge)
     wc.condition_(vit(depth=1), "identity", lam=1.01 * edge, num_tokens=4096)
     wc.condition_(vit(depth=1), "identity", lam=10.0, projections="v")
     wc.condition_(vit(depth=1), "identity", lam={"q": 10.0, "v": 10.0})
+
+
+@pytest.mark.parametrize(
+    "build, tokens",
+    [
+        (lambda: timm.create_model("vit_tiny_patch16_224", img_size=128, depth=1), "at N = 65 tokens"),
+        (lambda: timm.create_model("deit3_small_patch16_224", img_size=32, depth=1), "at N = 5 tokens"),
+        (lambda: GPT2Model(GPT2Config(n_embd=24, n_head=3, n_layer=1, vocab_size=11, n_positions=16)), "at N = 16"),
+        (lambda: nn.MultiheadAttention(24, 3), "how many tokens this model reads is not known"),
+    ],
+    ids=["vit", "class token without a position", "gpt2", "unknown"],
+)
+def test_saturation_warning_counts_the_tokens_of_the_model(build, tokens):
+    with pytest.warns(wc.NumericalWarning, match=tokens):
+        wc.condition_(build(), "identity")
+
+
+def test_lambda_is_exact_in_float64():
+    model = nn.MultiheadAttention(8, 2).double()
+    before = model.in_proj_weight.detach().clone()
+    wc.condition_(model, "identity", lam={"q": 0.1, "k": 0.1, "v": 1 / 3})
+    expected = before + torch.cat([lam * torch.eye(8, dtype=torch.float64) for lam in (0.1, 0.1, 1 / 3)])
+    assert torch.equal(effective_weight(model, "in_proj_weight"), expected)
+    assert torch.equal(wc.fold_(model).in_proj_weight, expected)
 
 
 def test_degenerate_heads_are_named():

@@ -20,14 +20,14 @@ from transformers import (
 import wellcond as wc
 from integrations.trainer_runs import MODELS, bert, conditioned, gpt2, inputs, logits, losses, make_trainer, samples
 from patience import PATIENCE
-from wellcond.conditioning.checkpoint import RESUME
-from wellcond.integrations.transformers import WellcondCallback, export, prepare
+from wellcond.integrations.transformers import WellcondCallback, export, prepare, resume
 
 AUTO = {
     "gpt2": AutoModelForCausalLM,
     "bert": AutoModelForSequenceClassification,
     "vit": AutoModelForImageClassification,
 }
+RAW = "wellcond_raw.safetensors"
 EVERY = {"every": 2, "budget": None}
 CONDITIONS = ["balanced", {"method": "identity", "lam": 0.5}, {"method": "polar", "frozen": True}]
 
@@ -42,18 +42,82 @@ def test_checkpoints_load_in_plain_automodel_with_effective_weights(name, condit
     assert wc.conditioning_of(model) is not None, "an export leaves the model conditioned"
     expected = logits(model, name)
     for folder in ("checkpoint-2", "saved", "plain"):
-        loaded = AUTO[name].from_pretrained(tmp_path / folder)
+        loaded, info = AUTO[name].from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not any(info.values()), info
         assert wc.conditioning_of(loaded) is None
         torch.testing.assert_close(logits(loaded, name), expected, rtol=0, atol=1e-6)
     base = AutoModel.from_pretrained(tmp_path / "checkpoint-2").eval()
     hidden, own = (part(**inputs(name)).last_hidden_state for part in (base, model.base_model))
     torch.testing.assert_close(hidden, own, rtol=0, atol=1e-6)
     saved, plain = (load_file(tmp_path / folder / "model.safetensors") for folder in ("saved", "plain"))
-    beside = {key: value for key, value in saved.items() if key.startswith(RESUME)}
-    assert len(saved) - len(beside) == len(plain) and not any("wellcond" in key for key in plain)
-    for key in (key for key in beside if key.endswith(".weight")):
-        raw = model.state_dict()[key.removeprefix(RESUME)]
-        assert torch.equal(beside[key], raw) and not torch.allclose(saved[key.removeprefix(RESUME)], raw)
+    assert len(saved) == len(plain) and not any("wellcond" in key for key in (*saved, *plain))
+    raw, own = load_file(tmp_path / "saved" / RAW), model.state_dict()
+    assert not (tmp_path / "plain" / RAW).exists()
+    assert all(torch.equal(value, own[key]) for key, value in raw.items())
+    weights = [key for key in raw if key.endswith(".weight")]
+    assert weights and not any(torch.allclose(saved[key], raw[key]) for key in weights)
+    assert raw.keys() - set(weights) == own.keys() - set(MODELS[name]().state_dict())
+
+
+@pytest.mark.parametrize("name, condition", list(zip(MODELS, CONDITIONS, strict=True)))
+def test_training_resumes_without_a_trainer(name, condition, tmp_path):
+    model = conditioned(name, condition)
+    model.save_pretrained(tmp_path)
+    again = resume(AUTO[name].from_pretrained(tmp_path), tmp_path)
+    assert wc.conditioning_of(again) == wc.conditioning_of(model)
+    for (key, a), b in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(a, b), key
+    assert torch.equal(logits(again, name), logits(model, name))
+    resume(again, tmp_path)  # a model that is conditioned in the same way stays so
+
+
+def test_resuming_without_a_trainer_refuses_what_does_not_fit(tmp_path):
+    model = conditioned("bert")
+    model.save_pretrained(tmp_path)
+    other, plain = conditioned("bert", "polar"), bert()
+    for wrong, kind in ((other, wc.CheckpointMismatchError), (gpt2(), wc.WeightError)):
+        before = {key: value.clone() for key, value in wrong.state_dict().items()}
+        with pytest.raises(kind):
+            resume(wrong, tmp_path)
+        assert all(torch.equal(value, before[key]) for key, value in wrong.state_dict().items())
+    (tmp_path / RAW).write_bytes(b"{")
+    with pytest.raises(wc.WeightError, match="damaged"):
+        resume(plain, tmp_path)
+    (tmp_path / RAW).unlink()
+    with pytest.raises(wc.WeightError, match="no such file"):
+        resume(plain, tmp_path)
+
+
+def test_condition_alone_resumes_too_and_a_trainer_may_save_in_shards(tmp_path):
+    def build():
+        torch.manual_seed(0)
+        return wc.condition_(bert(), "balanced")
+
+    first = make_trainer(build(), "bert", tmp_path, lr_scheduler_type="constant", save_strategy="steps", save_steps=2)
+    first.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    kept = {key: value.clone() for key, value in first.model.state_dict().items()}
+    resumed = make_trainer(build(), "bert", tmp_path, lr_scheduler_type="constant")
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert all(torch.equal(value, kept[key]) for key, value in resumed.model.state_dict().items())
+    model = build()
+    model.load_state_dict(kept)
+    model.save_pretrained(checkpoint, max_shard_size="5KB")
+    (checkpoint / "model.safetensors").unlink(missing_ok=True)
+    assert len(list(checkpoint.glob("model-*.safetensors"))) > 1
+    sharded = make_trainer(build(), "bert", tmp_path)
+    sharded._load_from_checkpoint(str(checkpoint))
+    assert all(torch.equal(value, kept[key]) for key, value in sharded.model.state_dict().items())
+
+
+def test_raw_weights_of_another_time_are_refused(tmp_path):
+    trainer = make_trainer(conditioned("bert"), "bert", tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    plain = bert()
+    type(plain).save_pretrained(plain, checkpoint)  # knows nothing of the file beside
+    with pytest.raises(wc.CheckpointMismatchError, match="not those of its effective weights"):
+        make_trainer(conditioned("bert"), "bert", tmp_path).train(resume_from_checkpoint=str(checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -100,6 +164,9 @@ def test_resuming_with_another_conditioning_is_refused(other, tmp_path):
     WellcondCallback(**EVERY).add_to(second)
     with pytest.raises(wc.CheckpointMismatchError, match="another conditioning"):
         second.train(resume_from_checkpoint=True)
+    without = make_trainer(prepare(bert(), condition=other), "bert", tmp_path)
+    with pytest.raises(wc.CheckpointMismatchError, match="another conditioning"):
+        without.train(resume_from_checkpoint=True)
 
 
 def test_a_callback_that_comes_with_the_second_run(tmp_path):
@@ -124,9 +191,8 @@ def test_the_best_model_is_loaded_at_the_end(name, tmp_path):
     for folder in (best, tmp_path / "plain"):
         loaded = AUTO[name].from_pretrained(folder)
         torch.testing.assert_close(logits(loaded, name), logits(model, name), rtol=0, atol=1e-6)
-    raw = load_file(Path(best, "model.safetensors"))
-    key = next(key for key in raw if key.startswith(RESUME) and key.endswith("weight"))
-    assert torch.equal(raw[key], model.state_dict()[key.removeprefix(RESUME)])
+    raw, own = load_file(Path(best, RAW)), model.state_dict()
+    assert all(torch.equal(value, own[key]) for key, value in raw.items())
 
 
 def test_folding_makes_saving_plain_again(tmp_path):
@@ -143,9 +209,8 @@ def test_a_part_that_was_conditioned(tmp_path):
     prepare(model).save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     torch.testing.assert_close(logits(loaded, "bert"), logits(model, "bert"), rtol=0, atol=1e-6)
-    other = bert()
-    wc.condition_(other.bert, "balanced")
-    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    other = resume(loaded, tmp_path)
+    assert wc.conditioning_of(other) is None and wc.conditioning_of(other.bert) == wc.conditioning_of(model.bert)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
 
 

@@ -11,6 +11,9 @@ from wellcond.attention.builders import is_conv1d, is_projection
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
 
+POSITIONS = ("pos_embed", "position_embedding", "embed_positions", "wpe")
+"""Parts of the names of learned position embeddings."""
+
 
 @dataclass(frozen=True)
 class Matrix:

@@ -25,10 +25,11 @@ from wellcond.attention.distributed import (
 )
 from wellcond.attention.effective import corrections_of
 from wellcond.attention.find import find_attention
+from wellcond.attention.rollback import Rollback
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.conditioning import warnings as advice
 from wellcond.conditioning.attach import Attachment, attach, detach, readers_in
-from wellcond.conditioning.checkpoint import mark, marker_of, restore_mark, settings_of, unmark
+from wellcond.conditioning.checkpoint import Marker, make_marker, mark, marker_of, taken_marker, unmark
 from wellcond.conditioning.corrections import AbstractCorrection, FrozenCorrection, SpectralCorrection
 from wellcond.conditioning.methods import METHODS, Method, per_projection
 from wellcond.errors import ConditioningError, UnknownChoiceError, WeightError, check_method
@@ -41,7 +42,7 @@ def condition_(
     *,
     sites: Sequence[AttentionSite] | None = None,
     projections: str = "qkv",
-    num_tokens: int = advice.DEFAULT_NUM_TOKENS,
+    num_tokens: int | None = None,
     **options: Any,
 ) -> nn.Module:
     """Add a correction C to Q, K and V in every forward pass, in place; `fold_` merges it for good.
@@ -55,7 +56,8 @@ def condition_(
             changing the largest singular value).
         sites: only these attentions (from `find_attention(model)`); all by default.
         projections: which of q, k, v.
-        num_tokens: sequence length assumed by the saturation warning.
+        num_tokens: sequence length for the warning that lam saturates the softmax; by default what the model's learned
+            positions say, and where there are none the warning says that it is not known.
         **options: of the method: ``lam``, ``layout``; ``layout``, ``frozen``; ``target``, ``layout``, ``frozen``.
 
     Returns: the same model.
@@ -77,36 +79,47 @@ def condition_(
     """
     given, model = model, unwrap(model)
     reshard_(model)
-    chosen_method = make_method(method, options)
-    chosen = choose_projections(projections)
+    rollback = Rollback(given)
+    try:
+        _condition_(model, make_method(method, options), sites, choose_projections(projections), num_tokens)
+        update_buffers(given)
+    except BaseException:
+        rollback.restore()
+        raise
+    return given
+
+
+def _condition_(
+    model: nn.Module, method: Method, sites: Sequence[AttentionSite] | None, projections: str, num_tokens: int | None
+) -> None:
     conditioned = [name for name, module in model.named_modules() if corrections_of(module)]
     if conditioned:
         raise ConditioningError(
             f"{conditioned[0] or 'the model'} is already conditioned; call wellcond.fold_(model) first"
         )
     found = choose_sites(model, sites)
-    check_writable(model, found, chosen, "wellcond.condition_")
-    check_finite(found, chosen)
-    _advise(chosen_method, found, chosen, num_tokens)
+    check_writable(model, found, projections, "wellcond.condition_")
+    check_finite(found, projections)
+    _advise(model, method, found, projections, num_tokens)
 
     # Everything that can fail is computed before the model is touched.
     some = sites is not None and len(found) < len(find_attention(model, strict=False))
     attachments: list[Attachment] = [
-        (owner, name, chosen_method.build(parts)) for (owner, name), parts in _by_weight(found, chosen).items()
+        (owner, name, method.build(parts)) for (owner, name), parts in _by_weight(found, projections).items()
     ]
-    if chosen_method.frozen:
+    if method.frozen:
         attachments = [(owner, name, _frozen(name, correction)) for owner, name, correction in attachments]
     buffers = [
         (owner, correction.buffer_name, correction.first(owner.get_parameter(name)))
         for owner, name, correction in attachments
         if isinstance(correction, FrozenCorrection)
     ]
+    readers = _readers(model, found)
+    marker = make_marker(_call_text(method, projections, some), _settings(method, projections, found))
     for owner, buffer_name, buffer in buffers:
         owner.register_buffer(buffer_name, buffer)
-    attach(model, attachments, _readers(model, found))
-    mark(model, _call_text(chosen_method, chosen, some), _settings(chosen_method, chosen, found))
-    update_buffers(given)
-    return given
+    attach(model, attachments, readers)
+    mark(model, marker)
 
 
 def recondition_(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
@@ -165,13 +178,28 @@ def _frozen(name: str, correction: AbstractCorrection) -> FrozenCorrection:
     return FrozenCorrection(f"{name}_wellcond_correction", correction)
 
 
-def _advise(method: Method, sites: list[AttentionSite], projections: str, num_tokens: int) -> None:
+def _advise(
+    model: nn.Module, method: Method, sites: list[AttentionSite], projections: str, num_tokens: int | None
+) -> None:
     if method.name != "identity":
         advice.warn_if_degenerate(sites, projections)
         return
     lams = {role: lam if role in projections else 0.0 for role, lam in per_projection(method.settings["lam"]).items()}
-    advice.warn_if_saturating(sites, lams, num_tokens)
+    _check_representable(sites, lams)
+    advice.warn_if_saturating(model, sites, lams, num_tokens)
     advice.warn_if_rounded_away(sites, lams)
+
+
+def _check_representable(sites: list[AttentionSite], lams: dict[str, float]) -> None:
+    """Raise WeightError for a lam that is infinite in the type of a weight that it would be added to."""
+    for site in sites:
+        for role, lam in lams.items():
+            largest = torch.finfo(site.slots[role].parameter.dtype).max
+            if abs(lam) > largest:
+                raise WeightError(
+                    f"{site.name or 'the model itself'} ({role}): lam={lam:g} does not fit into its weights, which are "
+                    f"{site.slots[role].parameter.dtype} (at most {largest:.3g}); expected a smaller lam"
+                )
 
 
 def _settings(method: Method, projections: str, sites: list[AttentionSite]) -> dict[str, Any]:
@@ -218,7 +246,17 @@ def fold_(model: nn.Module) -> nn.Module:
         >>> list(fold_(condition_(model, "polar")).state_dict()) == keys
         True
     """
-    attached = _attached(model)
+    reshard_(model)
+    rollback = Rollback(model)
+    try:
+        _fold_(model, _attached(model, rollback))
+    except BaseException:
+        rollback.restore()
+        raise
+    return model
+
+
+def _fold_(model: nn.Module, attached: list[_Attached]) -> None:
     bad = [part.name for part in attached if not _is_finite_everywhere(part)]
     if bad:
         raise WeightError(f"{bad[0]}: the effective weight has NaN or infinite entries; nothing was folded")
@@ -227,7 +265,6 @@ def fold_(model: nn.Module) -> nn.Module:
     detach(model)
     _commit_(attached)
     update_buffers(model)
-    return model
 
 
 def _is_finite_everywhere(part: _Attached) -> bool:
@@ -252,39 +289,63 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
         ...     type(plain).__name__
         'MultiheadAttention'
     """
-    attached = _attached(model)
-    markers = [
-        (module, name, module._buffers[name], settings_of(module), _attachments(module), readers_in(module))
-        for module in model.modules()
-        if (name := marker_of(module))
-    ]
-    frozen = {id(part.owner): dict(part.owner._buffers) for part in attached}
-    fold_(model)
-    originals = [part.owner._parameters[part.name] for part in attached]
+    reshard_(model)
+    rollback = Rollback(model)
     try:
+        attached = _attached(model, rollback)
+        roots = [
+            _Root(module, taken_marker(module), _attachments(module), readers_in(module))
+            for module in model.modules()
+            if marker_of(module)
+        ]
+        frozen = [dict(part.owner._buffers) for part in attached]
+        _fold_(model, attached)
+        originals = [part.owner._parameters[part.name] for part in attached]
         # In parameters of their own: a state dict or an exported program that outlives the context keeps the weights.
         for part, original in zip(attached, originals, strict=True):
             assert original is not None
             effective = like(original, part.effective) if is_distributed(original) else part.effective
             part.owner._parameters[part.name] = nn.Parameter(effective, original.requires_grad)
+    except BaseException:
+        rollback.restore()
+        raise
+    try:
         yield model
     finally:
-        reshard_(model)  # an evaluation inside may have left FSDP2's whole weights in place
-        for part, parameter in zip(attached, originals, strict=True):
-            now = part.owner._parameters[part.name]
-            assert parameter is not None and now is not None
-            if (now.device, now.dtype) != (parameter.device, parameter.dtype):  # the model was moved inside
-                parameter.data = parameter.data.to(now.device, now.dtype)
-            part.owner._parameters[part.name] = parameter
-            with torch.no_grad():
-                local_part(parameter).copy_(part.raw)
-            if isinstance(part.correction, FrozenCorrection):
-                name = part.correction.buffer_name
-                part.owner.register_buffer(name, frozen[id(part.owner)][name])
-        for root, name, marker, settings, attachments, readers in markers:
-            attach(root, attachments, readers)
-            restore_mark(root, name, marker, settings)
-        update_buffers(model)
+        try:
+            reshard_(model)  # an evaluation inside may have left FSDP2's whole weights in place
+            for part, original, buffers in zip(attached, originals, frozen, strict=True):
+                _put_back_(part, original, buffers)
+            for root in roots:
+                attach(root.module, root.attachments, root.readers)
+                mark(root.module, root.marker)
+            update_buffers(model)
+        except BaseException:
+            rollback.restore()
+            raise
+
+
+@dataclass(frozen=True)
+class _Root:
+    """A model that was conditioned as a whole, and what it takes to condition it again."""
+
+    module: nn.Module
+    marker: Marker
+    attachments: list[Attachment]
+    readers: list[nn.Module]
+
+
+@torch.no_grad()
+def _put_back_(part: _Attached, original: Tensor | None, buffers: dict[str, Tensor | None]) -> None:
+    """Give a weight its parameter, raw numbers and frozen correction again."""
+    now = part.owner._parameters[part.name]
+    assert isinstance(original, nn.Parameter) and now is not None
+    if (now.device, now.dtype) != (original.device, original.dtype):  # the model was moved inside
+        original.data = original.data.to(now.device, now.dtype)
+    part.owner._parameters[part.name] = original
+    local_part(original).copy_(part.raw)
+    if isinstance(part.correction, FrozenCorrection):
+        part.owner.register_buffer(part.correction.buffer_name, buffers[part.correction.buffer_name])
 
 
 def _attachments(model: nn.Module) -> list[Attachment]:
@@ -296,19 +357,15 @@ def _attachments(model: nn.Module) -> list[Attachment]:
 
 
 @torch.no_grad()
-def _attached(model: nn.Module) -> list[_Attached]:
-    """Every correction in a model, with raw and effective weight.
+def _attached(model: nn.Module, rollback: Rollback) -> list[_Attached]:
+    """Every correction in a model, with raw and effective weight; the raw ones are kept for a rollback.
 
     Raises:
         ConditioningError: there is none, or the model is a part of what was conditioned.
         WeightError: a conditioned weight is also the weight of something else by now.
     """
-    reshard_(model)
     _check_tied_since(model)
-    found = [
-        _Attached(module, name, correction, *_raw_and_effective(module, name, correction))
-        for module, name, correction in _attachments(model)
-    ]
+    found = [_attached_weight(*attachment, rollback) for attachment in _attachments(model)]
     if not found:
         raise ConditioningError("this model is not conditioned: there is nothing to fold")
     roots = [module for module in model.modules() if marker_of(module)]
@@ -330,13 +387,12 @@ def _check_tied_since(model: nn.Module) -> None:
                 )
 
 
-def _raw_and_effective(module: nn.Module, name: str, correction: AbstractCorrection) -> tuple[Tensor, Tensor]:
-    raw = module._parameters[name]
-    assert raw is not None
-    if not is_distributed(raw):
-        return raw.clone(), correction.effective(module, raw).clone()
-    effective = correction.effective(module, whole(raw))
-    return local_part(raw).clone(), box_of(raw).of(effective).clone()
+def _attached_weight(owner: nn.Module, name: str, correction: AbstractCorrection, rollback: Rollback) -> _Attached:
+    parameter = owner._parameters[name]
+    assert parameter is not None
+    effective = correction.effective(owner, whole(parameter))
+    own_part = box_of(parameter).of(effective) if is_distributed(parameter) else effective
+    return _Attached(owner, name, correction, rollback.keep(parameter), own_part.clone())
 
 
 @torch.no_grad()

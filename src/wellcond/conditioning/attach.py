@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from wellcond.attention.distributed import is_distributed
 from wellcond.attention.effective import (
@@ -29,10 +30,11 @@ from wellcond.attention.effective import (
     corrections_of,
     remove_conditioning,
 )
-from wellcond.conditioning.corrections import AbstractCorrection
-from wellcond.conditioning.effective_state import save_pretrained
+from wellcond.conditioning.corrections import FOLD_FIRST, AbstractCorrection
+from wellcond.conditioning.effective_state import resume_in_trainer, save_pretrained
 from wellcond.conditioning.forward_pass import ForwardPass, Place
 from wellcond.conditioning.guards import refuse_merging, refuse_reparametrisation, reparametrised
+from wellcond.conditioning.tracing import recorded_weight
 from wellcond.errors import ConditioningError
 
 Attachment = tuple[nn.Module, str, AbstractCorrection]
@@ -64,12 +66,18 @@ class AnnouncedForward(Announced):
         """That of the module's own forward; torch.export names it in its messages."""
         return type(self.module).forward.__code__
 
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """None: torch.jit.script asks for them to compile the module's own source, which knows no correction."""
+        raise AttributeError(f"a conditioned model cannot be scripted: {FOLD_FIRST}")
+
 
 class AnnouncedSaving(Announced):
     """`save_pretrained` of a conditioned model of transformers: effective weights, so that any plain model can load."""
 
     def __init__(self, model: nn.Module) -> None:
         """In place of `model.save_pretrained`."""
+        resume_in_trainer()
         self.model, self.replaced = model, vars(model).get("save_pretrained")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +150,9 @@ def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.
 def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
 
     def weight(name: str) -> property:
-        def read(module: nn.Module) -> Tensor | None:
+        def read(module: nn.Module) -> Tensor | Proxy | None:
+            if (recorded := recorded_weight(module, name)) is not None:
+                return recorded
             raw = module._parameters[name]
             forward_pass: ForwardPass = vars(module)[PLACE_ATTRIBUTE].forward_pass
             if not forward_pass.is_running():

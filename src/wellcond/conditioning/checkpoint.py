@@ -10,8 +10,8 @@ tells its user what to do. Its value is the settings as JSON.
 | raw, marked | same conditioning | resumes |
 | raw, marked | other conditioning | CheckpointMismatchError, nothing loaded |
 | raw, marked | plain model | torch's error; the unexpected key is the line to run |
-| effective, with raw beside | plain model | effective weights; the rest are unexpected keys |
-| effective, with raw beside | conditioned model | as raw, marked |
+| effective, with a file of raw ones | plain model | effective weights; the file is not looked at |
+| effective, with a file of raw ones | conditioned model | as raw, marked (`wellcond.conditioning.effective_state`) |
 | plain | conditioned model | weights are taken as raw (as if loaded first, then conditioned); CheckpointWarning |
 """
 
@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,21 +33,37 @@ from wellcond.conditioning.corrections import FrozenCorrection
 from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightError
 
 PREFIX = "wellcond: "
-RESUME = "wellcond, only to resume training: "  # see `wellcond.conditioning.effective_state`
+RESUMED: ContextVar[Mapping[str, Tensor] | None] = ContextVar("RESUMED", default=None)
+"""Raw weights and marker that belong to the effective weights which are being loaded."""
 ATTRIBUTE = "_wellcond_marker"
 
 
-def mark(model: nn.Module, call: str, settings: dict[str, Any]) -> None:
-    """Give a conditioned model its marker and its load hook."""
+@dataclass(frozen=True)
+class Marker:
+    """A buffer that marks raw weights: its name, its value, and the settings that the value spells."""
+
+    name: str
+    value: Tensor
+    settings: dict[str, Any]
+
+
+def make_marker(call: str, settings: dict[str, Any]) -> Marker:
+    """The marker for a model that was conditioned by `call`."""
     text = json.dumps(settings, sort_keys=True).encode()
-    restore_mark(model, f"{PREFIX}load this after {call}", torch.tensor(list(text), dtype=torch.uint8), settings)
+    return Marker(f"{PREFIX}load this after {call}", torch.tensor(list(text), dtype=torch.uint8), settings)
 
 
-def restore_mark(model: nn.Module, name: str, marker: Tensor | None, settings: dict[str, Any] | None) -> None:
-    """Attach a marker that is known by name and value."""
-    model.register_buffer(name, marker)
+def taken_marker(model: nn.Module) -> Marker:
+    """The marker of a model that has one, to be given back to it later."""
+    name = model.__dict__[ATTRIBUTE]
+    return Marker(name, model.get_buffer(name), model.__dict__[SETTINGS_ATTRIBUTE])
+
+
+def mark(model: nn.Module, marker: Marker) -> None:
+    """Give a conditioned model its marker and its load hook."""
+    model.register_buffer(marker.name, marker.value)
     # The buffer is for checkpoints; averages over whole state dicts (EMA) may spoil its value, so this is what counts.
-    model.__dict__[ATTRIBUTE], model.__dict__[SETTINGS_ATTRIBUTE] = name, settings
+    model.__dict__[ATTRIBUTE], model.__dict__[SETTINGS_ATTRIBUTE] = marker.name, marker.settings
     model.register_load_state_dict_pre_hook(check_incoming)
 
 
@@ -101,8 +119,7 @@ def check_incoming(
     assert own is not None
     own_marker = module._buffers[own]
     assert own_marker is not None
-    for key in [key for key in state_dict if key.startswith(prefix + RESUME)]:
-        state_dict[prefix + key.removeprefix(prefix + RESUME)] = state_dict.pop(key)
+    _take_raw(module, state_dict, prefix)
     if _is_filled_in(module, state_dict, prefix, own):
         del state_dict[prefix + own]
     found = find_markers(state_dict, prefix)
@@ -133,6 +150,44 @@ def check_incoming(
             "load that one into a plain model.",
             CheckpointWarning,
             stacklevel=6,
+        )
+
+
+def _take_raw(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> None:
+    """Put raw weights in the place of the effective ones that are loaded, where they are known.
+
+    Raises: CheckpointMismatchError if they are not those of these effective weights.
+    """
+    raw = RESUMED.get()
+    if raw is None or find_markers(state_dict, prefix):
+        return
+    same = prefix + str(marker_of(model)) in raw  # else what is to be loaded is refused
+    weights = {path + name: (module, name) for path, module, name in _corrected(model, prefix)}
+    for key, value in raw.items():
+        if not key.startswith(prefix):
+            continue
+        if key in weights and key not in state_dict:
+            continue  # in another file of this checkpoint
+        if key in weights and same:
+            _check_belongs(*weights[key], value, state_dict[key], key, raw)
+        state_dict[key] = value
+
+
+def _check_belongs(
+    module: nn.Module, name: str, raw: Tensor, effective: Tensor, key: str, everything: Mapping[str, Tensor]
+) -> None:
+    """Raise unless W + C of a raw weight is the effective one: the two files may be of different times."""
+    correction = corrections_of(module)[name]
+    if isinstance(correction, FrozenCorrection):
+        computed = raw + everything[key.removesuffix(name) + correction.buffer_name]
+    else:
+        computed = correction.value(module, raw)
+    difference = (computed - effective.to(computed)).abs().max()
+    if not bool(difference <= 0.01 * computed.abs().max()):
+        raise CheckpointMismatchError(
+            f"{key}: the raw weights beside this checkpoint are not those of its effective weights (another model was "
+            "saved into the same folder?); nothing was loaded. Load the effective weights into a plain model, or "
+            "resume from another checkpoint."
         )
 
 

@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from wellcond.attention.distributed import Box, box_of, is_distributed, like, local_part, whole
 from wellcond.attention.site import Slot
 from wellcond.errors import ConditioningError
 from wellcond.linalg.polar_express import mix_with_polar
 
-FOLD_FIRST = (
-    "a model whose correction follows its weights would compute it in every call of the exported program; call "
-    "wellcond.fold_(model) first, or export inside `with wellcond.folded(model):`"
+FOLD_FIRST = "call wellcond.fold_(model) first, or do it inside `with wellcond.folded(model):`"
+FOLLOWS = (
+    "a model whose correction follows its weights would compute it in every call of the exported program; " + FOLD_FIRST
 )
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 
@@ -58,30 +59,48 @@ class _StraightThroughForward(_StraightThrough):
         return raw_tangent.view_as(raw_tangent)
 
 
+@torch.library.custom_op("wellcond::straight_through", mutates_args=())
+def _recorded_straight_through(raw: Tensor, value: Tensor) -> Tensor:
+    """The value W + C with the gradient of W, as one operator: make_fx records it, and would drop a `detach`."""
+    return value.clone()
+
+
+_recorded_straight_through.register_fake(lambda raw, value: torch.empty_like(value))
+_recorded_straight_through.register_autograd(lambda ctx, gradient: (gradient, None))
+
+
 def straight_through(raw: Tensor, value: Tensor) -> Tensor:
     """`value` as if it were `raw` plus a constant."""
+    if torch.compiler.is_compiling():
+        return _StraightThrough.apply(raw, value) if torch.is_grad_enabled() else value
+    if get_proxy_mode() is not None and not torch._C._functorch.is_functorch_wrapped_tensor(raw):
+        return _recorded_straight_through(raw, value)  # whoever differentiates does so after it was recorded
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         return value
-    function = _StraightThrough if torch.compiler.is_compiling() else _StraightThroughForward
-    return function.apply(raw, value)
+    return _StraightThroughForward.apply(raw, value)
 
 
 class AbstractCorrection(ABC):
     """A correction says what the effective weight is; how gradients and ranks see it is the same for all."""
 
+    is_fixed = False
+    """Whether C does not depend on the weight: then W + C is differentiated as it is written."""
+
     @abstractmethod
     def value(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """W + C for a whole weight, without gradient."""
+        """W + C for a whole weight; without gradient unless C is fixed."""
 
     @abstractmethod
     def part(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """The part of W + C that this rank stores of a distributed weight, without gradient."""
+        """The part of W + C that this rank stores of a distributed weight; without gradient unless C is fixed."""
 
     def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
         """W + C; the gradient of W is that of W + C."""
         if not is_distributed(raw):
-            return straight_through(raw, self.value(module, raw))
-        return like(raw, straight_through(local_part(raw), self.part(module, raw)))
+            value = self.value(module, raw)
+            return value if self.is_fixed else straight_through(raw, value)
+        stored, part = local_part(raw), self.part(module, raw)
+        return like(raw, part if self.is_fixed else straight_through(stored, part))
 
 
 @dataclass(frozen=True)
@@ -109,13 +128,16 @@ class IdentityPart:
 class IdentityCorrection(AbstractCorrection):
     """C = lam I: a few entries added to a copy of the weight; nothing of the weight's size is stored."""
 
+    is_fixed = True
+
     def __init__(self, parts: list[IdentityPart]) -> None:
         """Collect the entries of all parts."""
         self.shape = tuple(parts[0].slot.parameter.shape)
         entries = [part.entries() for part in parts]
         rows, columns = (torch.cat(positions) for positions in zip(*entries, strict=True))
         self.entries = (columns, rows) if parts[0].slot.transposed else (rows, columns)
-        self.lams = torch.cat([torch.full(r.shape, p.lam) for p, (r, _) in zip(parts, entries, strict=True)])
+        lams = [torch.full(r.shape, p.lam, dtype=torch.float64) for p, (r, _) in zip(parts, entries, strict=True)]
+        self.lams = torch.cat(lams)
         self.placed: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
         self._entries(parts[0].slot.parameter, None)  # a graph that is traced now would be traced again after it
 
@@ -129,9 +151,8 @@ class IdentityCorrection(AbstractCorrection):
 
     def _add(self, stored: Tensor, box: Box | None) -> Tensor:
         first, second, lams = self._entries(stored, box)
-        with torch.no_grad():
-            matrix = stored.detach() if stored.dim() == 2 else stored.detach().view(stored.shape[0], -1)
-            return torch.index_put(matrix, (first, second), lams, accumulate=True).view_as(stored)
+        matrix = stored if stored.dim() == 2 else stored.view(stored.shape[0], -1)
+        return torch.index_put(matrix, (first, second), lams, accumulate=True).view_as(stored)
 
     def _entries(self, stored: Tensor, box: Box | None) -> tuple[Tensor, Tensor, Tensor]:
         """Positions and values in the part `box` of the weight, on its device; kept, since finding them waits."""
@@ -143,7 +164,7 @@ class IdentityCorrection(AbstractCorrection):
                     held = box.inside(first, 0) & box.inside(second, 1)
                     first, second, lams = first[held] - box.offsets[0], second[held] - box.offsets[1], lams[held]
                 device = stored.device
-                self.placed[key] = (first.to(device), second.to(device), lams.to(device, stored.dtype))
+                self.placed[key] = (first.to(device), second.to(device), lams.to(stored.dtype).to(device))
         return self.placed[key]
 
 
@@ -228,7 +249,7 @@ class SpectralCorrection(AbstractCorrection):
     def _mix(self, stored: Tensor, groups: tuple[Heads, ...]) -> Tensor:
         """`stored` (count, *shape of the weight)."""
         if is_exporting() or torch.jit.is_tracing():
-            raise ConditioningError(FOLD_FIRST)
+            raise ConditioningError(FOLLOWS)
         matrices = stored.mT if self.transposed else stored.flatten(2)
         count, num_rows, in_features = matrices.shape
         if len(groups) == 1 and groups[0].flat == tuple(range(num_rows)):
@@ -255,6 +276,8 @@ class SpectralCorrection(AbstractCorrection):
 class FrozenCorrection(AbstractCorrection):
     """The first C of a spectral correction, kept for good: a buffer of the module, saved with it."""
 
+    is_fixed = True
+
     def __init__(self, buffer_name: str, spectral: SpectralCorrection) -> None:
         """Read C from the buffer `buffer_name`; `spectral` says how it was made."""
         self.buffer_name = buffer_name
@@ -268,12 +291,9 @@ class FrozenCorrection(AbstractCorrection):
 
     def value(self, module: nn.Module, raw: Tensor) -> Tensor:
         """The weight plus the buffer."""
-        with torch.no_grad():
-            return raw.detach() + whole(module.get_buffer(self.buffer_name))
+        return raw + whole(module.get_buffer(self.buffer_name))
 
     def part(self, module: nn.Module, raw: Tensor) -> Tensor:
         """This rank's part of both."""
-        with torch.no_grad():
-            return local_part(raw).detach() + box_of(raw, self.spectral.shape).of(
-                whole(module.get_buffer(self.buffer_name))
-            )
+        buffer = whole(module.get_buffer(self.buffer_name))
+        return local_part(raw) + box_of(raw, self.spectral.shape).of(buffer)

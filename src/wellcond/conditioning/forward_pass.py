@@ -102,8 +102,9 @@ class ForwardPass:
         """W + C of the weight `name` of `module`."""
         raw = module._parameters[name]
         assert raw is not None
-        if is_distributed(raw):
-            return corrections_of(module)[name].effective(module, raw)
+        correction = corrections_of(module)[name]
+        if is_distributed(raw) or not isinstance(correction, SpectralCorrection):
+            return correction.effective(module, raw)
         frames = self.frames()
         value = _find(frames, module, name, raw)
         if value is None:

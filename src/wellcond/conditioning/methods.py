@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -77,8 +78,8 @@ def identity(*, lam: float | Mapping[str, float] = 10.0, layout: Layout = "joint
     def build(parts: list[tuple[str, Slot]]) -> IdentityCorrection | SpectralCorrection:
         return IdentityCorrection([IdentityPart(slot, lams[role], layout) for role, slot in parts])
 
-    settings: Any = lam if isinstance(lam, (int, float)) else dict(lams)
-    return Method("identity", {"lam": _number(settings), "layout": layout}, build)
+    settings = lams if isinstance(lam, Mapping) else lams["q"]
+    return Method("identity", {"lam": settings, "layout": layout}, build)
 
 
 def per_projection(lam: float | Mapping[str, float]) -> dict[str, float]:
@@ -91,15 +92,21 @@ def per_projection(lam: float | Mapping[str, float]) -> dict[str, float]:
     given = dict(lam) if isinstance(lam, Mapping) else dict.fromkeys("qkv", lam)
     for role in given:
         check_choice("projection of lam", role, ("q", "k", "v"))
-    lams = {role: given.get(role, 0.0) for role in "qkv"}
+    lams = {role: _number(given.get(role, 0.0)) for role in "qkv"}
     for role, value in lams.items():
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"lam: expected a finite number, got {value!r} for {role}")
-    return {role: float(value) for role, value in lams.items()}
+        if value is None:
+            raise ValueError(f"lam: expected a finite number, got {given[role]!r} for {role}")
+    return lams  # type: ignore[return-value]
 
 
-def _number(value: Any) -> Any:
-    return {key: _number(item) for key, item in value.items()} if isinstance(value, dict) else float(value)
+def _number(value: Any) -> float | None:
+    """A finite number of Python or NumPy as a float; None for anything else, such as a boolean."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond every float
+        return None
 
 
 @register_condition("polar")
@@ -122,11 +129,11 @@ def balanced(*, target: float = 2.0, layout: Layout = "per_head", frozen: bool =
         layout: for each head, or for all heads as one matrix.
         frozen: keep the first C instead of following the weights.
     """
-    if not isinstance(target, (int, float)) or not (1.0 <= target < math.inf):
+    number = _number(target)
+    if number is None or number < 1.0:
         raise ValueError(f"target: expected a condition number of at least 1, got {target!r}")
-    return _spectral(
-        "balanced", Mixture(keep=1 - 1 / target, share=1 / target), layout, frozen, {"target": float(target)}
-    )
+    mixture = Mixture(keep=1 - 1 / number, share=1 / number)
+    return _spectral("balanced", mixture, layout, frozen, {"target": number})
 
 
 def _spectral(
@@ -138,6 +145,7 @@ def _spectral(
 ) -> Method:
     check_choice("layout", layout, get_args(Layout))
     check_choice("frozen", frozen, (True, False))
+    frozen = bool(frozen)  # NumPy has booleans of its own, which JSON does not know
 
     def build(parts: list[tuple[str, Slot]]) -> IdentityCorrection | SpectralCorrection:
         return SpectralCorrection([slot for _role, slot in parts], mixture, layout)

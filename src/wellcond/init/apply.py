@@ -19,6 +19,7 @@ import wellcond.init.standard
 import wellcond.init.whole_blocks  # noqa: F401  (each registers its methods)
 from wellcond.attention.checks import check_writable, choose_projections, choose_sites
 from wellcond.attention.distributed import find_ddp, is_distributed, reshard_, unwrap
+from wellcond.attention.rollback import Rollback
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import EvidenceWarning, UnknownChoiceError, check_method
 from wellcond.init import recommended
@@ -39,7 +40,8 @@ def init_(
 ) -> nn.Module:
     """Initialise the attention projections of a model in place.
 
-    Everything is planned before anything is written: an error leaves the model as it was.
+    Everything is planned before anything is written, and a failure while writing is undone: an error of any kind,
+    an interrupt included, leaves the model as it was.
 
     Sharded weights (FSDP2, tensor parallelism) and replicated ones (DDP) become those that rank 0 draws, the same as in
     a single process; every rank must call this.
@@ -79,12 +81,19 @@ def init_(
     reshard_(inner)
     chosen = choose_sites(inner, sites)
     check_writable(inner, chosen, written_projections(method, options), "wellcond.init_")
-    writes = METHODS[method](InitContext(inner, chosen, generator), **options)
-    plan = list(checked(writes, next(filter(is_distributed, inner.parameters()), None)))
-    _warn_of_values(method, options, chosen)
-    for write in plan:
-        write.commit_()
-    _send_to_replicas(model, plan)
+    rollback = Rollback(inner)
+    try:
+        writes = METHODS[method](InitContext(inner, chosen, generator, rollback), **options)
+        plan = list(checked(writes, next(filter(is_distributed, inner.parameters()), None)))
+        _warn_of_values(method, options, chosen)
+        for write in plan:
+            rollback.keep(write.parameter)
+        for write in plan:
+            write.commit_()
+        _send_to_replicas(model, plan)
+    except BaseException:
+        rollback.restore()
+        raise
     return model
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.distributed import broadcast_from_rank_zero, is_distributed, local_part, whole
+from wellcond.attention.rollback import Rollback
 from wellcond.attention.signals import HOW_TO_SEE, Signals, read_signals, root_mean_square
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import WeightError
@@ -77,7 +78,7 @@ def calibrated(
         raise ValueError("'calibrated' needs batch=..., what the model is called with: a tensor, a mapping or a tuple")
     model, sites = context.model, context.sites
     _check_seen(read_signals(model, batch, sites), sites, logits, share)
-    with _Draft(model) as draft:
+    with _Draft(model, context.rollback) as draft:
         for write in position_writes(model, position):
             draft.set_(write.parameter, write.values)
         _scale_tokens(model, batch, sites, draft, words, positions)
@@ -96,7 +97,8 @@ def calibrated(
 class _Draft(contextlib.AbstractContextManager["_Draft"]):
     """Changes that are tried on the model itself, and taken back at the end: other processes may hold parts of it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, rollback: Rollback) -> None:
+        self.rollback = rollback
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.planned: list[Write] = []
@@ -114,7 +116,7 @@ class _Draft(contextlib.AbstractContextManager["_Draft"]):
     def touch(self, parameter: Tensor) -> None:
         """Remember a parameter before it changes."""
         if id(parameter) not in self.before:
-            self.before[id(parameter)] = parameter, local_part(parameter).detach().clone()
+            self.before[id(parameter)] = parameter, self.rollback.keep(parameter)
 
     @torch.no_grad()
     def set_(self, parameter: Tensor, values: Tensor) -> None:

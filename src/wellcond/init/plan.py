@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.distributed import box_of, broadcast_from_rank_zero, is_distributed, local_part
+from wellcond.attention.rollback import Rollback
 from wellcond.attention.site import AttentionSite, Share, Slot
 from wellcond.errors import WeightError
 
@@ -107,6 +108,8 @@ class InitContext:
     model: nn.Module
     sites: list[AttentionSite]
     generator: torch.Generator | None
+    rollback: Rollback
+    """A method that tries numbers on the model itself gives every tensor to `rollback.keep` before it writes."""
 
 
 Method = Callable[..., Iterable[Write]]

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from wellcond.attention.blocks import POSITIONS
 from wellcond.attention.find import scan_attention
 from wellcond.attention.signals import is_matrix, root_mean_square
 
-POSITIONS = ("pos_embed", "position_embedding", "embed_positions", "wpe")
-"""Parts of the names of learned position embeddings."""
 CONSTANT_TOKENS = ("cls_token", "dist_token", "distillation_token", "reg_token", "register_tokens")
 PATCHES = ("patch_embed", "patch_embeddings", "stem")
 

@@ -20,9 +20,11 @@ from torch import nn
 
 from wellcond.attention.distributed import gather_model, is_sharded, reshard_, unwrap
 from wellcond.attention.effective import is_conditioned
-from wellcond.conditioning.apply import folded
-from wellcond.conditioning.effective_state import save_pretrained
-from wellcond.errors import CheckpointMismatchError, needs_extra
+from wellcond.attention.rollback import Rollback
+from wellcond.conditioning.apply import folded, recondition_
+from wellcond.conditioning.checkpoint import PREFIX, read_settings
+from wellcond.conditioning.effective_state import RAW_FILE, read_raw, resume_in_trainer, save_pretrained, write_raw
+from wellcond.errors import CheckpointMismatchError, WeightError, needs_extra
 from wellcond.integrations.common import (
     Choice,
     apply_choices,
@@ -38,6 +40,7 @@ from wellcond.tracking import TrackPoint
 with needs_extra("transformers", "text"):
     from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
+resume_in_trainer()
 STATE = "wellcond"  # our entry in trainer_state.json
 CONSOLE = tuple(
     f"wellcond/{name}"
@@ -57,7 +60,8 @@ def prepare(model: nn.Module, *, init: Choice | None = None, condition: Choice |
     """Initialise and condition a model for `Trainer`, in place, and have its checkpoints hold effective weights.
 
     A checkpoint of a conditioned model then loads in plain `AutoModel.from_pretrained` and computes the same; the raw
-    weights are stored beside them, and `trainer.train(resume_from_checkpoint=...)` resumes from these. A model that is
+    weights are in a file of their own beside it, ``wellcond_raw.safetensors``, and
+    `trainer.train(resume_from_checkpoint=...)` resumes from these, as `resume` does without a trainer. A model that is
     not a `PreTrainedModel` is saved by `Trainer` itself, with raw weights and the key that names the correction: resume
     from that, and `fold_` the model to publish it.
 
@@ -89,6 +93,46 @@ def _set_up_saving(model: nn.Module) -> None:
         plain.__dict__["save_pretrained"] = functools.partial(save_pretrained, plain)
 
 
+def resume(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Make a model the conditioned one whose `save_pretrained` wrote a checkpoint, to train on without `Trainer`.
+
+    It gets the correction and the raw weights of ``wellcond_raw.safetensors``; everything else must be loaded already,
+    as `from_pretrained` does.
+
+    Args:
+        model: a model of the same architecture, plain or conditioned in the same way, in place.
+        folder: where the checkpoint is.
+
+    Returns: the same model.
+
+    Raises:
+        WeightError: there are no raw weights in the folder, or they do not fit the model.
+        CheckpointMismatchError: the model is conditioned in another way. The model is then as it was.
+    """
+    raw = read_raw(folder)
+    if raw is None:
+        raise WeightError(
+            f"expected raw weights of a conditioned model in {Path(folder, RAW_FILE)}, found no such file"
+        )
+    plain = unwrap(model)
+    rollback = Rollback(plain)
+    try:
+        for key in [key for key in raw if PREFIX in key]:
+            part = plain.get_submodule(key[: key.index(PREFIX)].rstrip("."))
+            if not is_conditioned(part):
+                recondition_(part, read_settings(raw[key]))
+        for name, parameter in plain.named_parameters():
+            if name in raw:
+                rollback.keep(parameter)
+        unexpected = plain.load_state_dict(raw, strict=False).unexpected_keys
+        if unexpected:
+            raise WeightError(f"{Path(folder, RAW_FILE)} does not fit this model, which has no {unexpected[0]!r}")
+    except BaseException:
+        rollback.restore()
+        raise
+    return model
+
+
 def export(trained: nn.Module | Trainer, folder: str | os.PathLike[str]) -> None:
     """Write the effective weights alone, nothing to resume from, with config and tokenizer: to be published.
 
@@ -111,6 +155,7 @@ def export(trained: nn.Module | Trainer, folder: str | os.PathLike[str]) -> None
             type(model).save_pretrained(model, folder, state_dict=state)
         else:
             return
+    write_raw(Path(folder), {})  # of another model that was saved there
     processing = trained.processing_class if isinstance(trained, Trainer) else None
     if processing is not None:
         processing.save_pretrained(folder)

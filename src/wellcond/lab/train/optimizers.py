@@ -16,11 +16,10 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from wellcond.attention.blocks import block_matrices
+from wellcond.attention.blocks import POSITIONS, block_matrices
 from wellcond.attention.distributed import is_distributed
 from wellcond.attention.find import find_attention
 from wellcond.errors import WellcondError
-from wellcond.init.tokens import POSITIONS
 from wellcond.lab.settings import Fraction, Interval, RecipeError, Settings, choose_by_name
 
 # Schedules
