@@ -1,12 +1,16 @@
 """Streams of tokens on disk, and corpora that are read once."""
 
 import bz2
+import functools
 import gzip
+import itertools
 import json
 import multiprocessing
+import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 
 import numpy as np
@@ -14,6 +18,7 @@ import pytest
 
 from lab.data.helpers import load
 from lab.helpers import texts
+from lab.small import Killed
 from patience import PATIENCE, wait_until
 from wellcond.lab.data import DataError, fingerprint
 from wellcond.lab.data import text as text_data
@@ -34,7 +39,9 @@ def own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def small_batches(monkeypatch):
+    """A batch has 512 documents, and what it adds is kept at once."""
     monkeypatch.setattr("wellcond.lab.data.text.ROWS_AT_ONCE", 512)
+    monkeypatch.setattr("wellcond.lab.data.text.PIECE", 30_000)
 
 
 class Counting(ByteTokenizer):
@@ -108,9 +115,10 @@ def test_an_interruption_leaves_nothing_that_is_taken_for_the_tokens(tmp_path, s
     with pytest.raises(KeyboardInterrupt):
         open_stream(DOCUMENTS * 8, Counting(stop_after=5))
     assert {path.suffix for path in (tmp_path / "cache/tokens").iterdir()} <= {".partial", ".lock"}
-    told = []
+    told, rest = [], Counting()
     with progress_to(lambda *row: told.append(row)):
-        assert same(open_stream(DOCUMENTS * 8), DOCUMENTS * 8)
+        assert same(open_stream(DOCUMENTS * 8, rest), DOCUMENTS * 8)
+    assert rest.batches == 6  # of eleven
     assert told[-1] == ("tokenising some text, documents", len(DOCUMENTS) * 8, len(DOCUMENTS) * 8)
 
 
@@ -137,7 +145,11 @@ def test_of_two_processes_one_makes_the_stream_also_after_one_that_was_killed(tm
         processes.Process(target=build, args=(kind(), found), daemon=True) for kind in (Held, Counting, Counting)
     ]
     killed.start()
-    wait_until(lambda: any(path.stat().st_size for path in (tmp_path / "cache/tokens").glob("*.partial/tokens.bin")))
+
+    def kept():
+        return [json.loads(path.read_text())["rows"] for path in (tmp_path / "cache/tokens").glob("*/tokens.json")]
+
+    wait_until(lambda: kept() == [1024])
     killed.kill()
     killed.join()
     for process in both:
@@ -145,8 +157,62 @@ def test_of_two_processes_one_makes_the_stream_also_after_one_that_was_killed(tm
     rows = sorted(found.get(timeout=PATIENCE) for _ in both)
     for process in both:
         process.join()
-    assert rows[0][0] == 0 < rows[1][0] and {row[1] for row in rows} == {len(expected_stream(documents))}
+    assert [row[0] for row in rows] == [0, 9] and {row[1] for row in rows} == {len(expected_stream(documents))}
     assert same(open_stream(documents), documents) and not list((tmp_path / "cache/tokens").glob("*.partial"))
+
+
+def files_of_stream(cache):
+    """Of the only stream in a cache, by name."""
+    [folder] = [path for path in (cache / "tokens").iterdir() if path.is_dir()]
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("limit", [None, 40_000])
+def test_a_kill_at_any_write_loses_no_more_than_a_piece(tmp_path, monkeypatch, small_batches, limit):
+    documents, cache = DOCUMENTS * 4, tmp_path / "cache"
+    unbroken = Counting()
+    open_stream(documents, unbroken, limit_tokens=limit)
+    expected = files_of_stream(cache)
+    real = {name: getattr(os, name) for name in ("fsync", "replace")}
+    kept = []
+    for moment in itertools.count():
+        shutil.rmtree(cache)
+        writes = itertools.count()
+
+        def die(name, *arguments, writes=writes, moment=moment):
+            if next(writes) == moment:
+                raise Killed
+            return real[name](*arguments)
+
+        first, second = Counting(), Counting()
+        with monkeypatch.context() as patch:
+            for name in real:
+                patch.setattr(os, name, functools.partial(die, name))
+            try:
+                open_stream(documents, first, limit_tokens=limit)
+                break
+            except Killed:
+                pass
+        open_stream(documents, second, limit_tokens=limit)
+        assert files_of_stream(cache) == expected
+        kept.append(first.batches + second.batches - unbroken.batches)
+    assert moment > 6 and set(kept) <= {0, 1}  # the piece that was being written, at most, is tokenised again
+
+
+def test_what_is_no_token_file_is_made_again(tmp_path, small_batches):
+    with pytest.raises(KeyboardInterrupt):
+        open_stream(DOCUMENTS * 8, Counting(stop_after=5))
+    [folder] = (tmp_path / "cache/tokens").glob("*.partial")
+    tokens = folder / "tokens.bin"
+    tokens.write_bytes(tokens.read_bytes()[:-100_000])  # shorter than what was kept
+    again = Counting()
+    assert same(open_stream(DOCUMENTS * 8, again), DOCUMENTS * 8) and again.batches == 11
+
+
+def test_long_documents_are_tokenised_a_few_at_a_time(small_batches):
+    few = Counting()
+    documents = ["many words " * 1000] * 9
+    assert same(open_stream(documents, few), documents) and few.batches == 3
 
 
 @pytest.mark.parametrize("documents", [[""], ["", " \n\t"], ["\u3000"]])

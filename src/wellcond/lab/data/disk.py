@@ -97,11 +97,14 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path], None], what: str) -> Path:
+def cached_folder(
+    kind: str, made_from: Mapping[str, Any], make: Callable[[Path], None], what: str, *, resumes: bool = False
+) -> Path:
     """A folder of files that follow from `made_from` alone: plain data, with the version of the code that uses them.
 
     What is missing, one process makes while others wait, and are told `what`. `make` fills a folder that is renamed in
-    the end, so that it is whole or missing, also after a kill, which releases the lock as well.
+    the end, so that it is whole or missing, also after a kill, which releases the lock as well. What a killed process
+    leaves is removed, unless `make` says that it `resumes`: then it finds the folder as it was left.
     """
     folder = cache_root() / kind / hashlib.sha256(canonical_json(made_from).encode()).hexdigest()[:32]
     if folder.is_dir():
@@ -114,8 +117,9 @@ def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path]
         with filelock.FileLock(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 partial = folder.with_suffix(".partial")
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir()
+                if not resumes:
+                    shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(exist_ok=resumes)
                 make(partial)
                 for path in partial.iterdir():
                     with open(path, "rb") as file:

@@ -1,7 +1,8 @@
 """Text: the source `text_stream`, and what tasks read of any text: batches, its fingerprint, and its tokens.
 
 `text_stream` is the beginning of a corpus of any size, read once from end to end and kept in the cache. Tokens are one
-flat file of ids, mapped into memory: made once, and found again without reading the text.
+flat file of ids, mapped into memory: made once, and found again without reading the text. After a kill, tokenising
+continues where the tokens on disk end.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
+from wellcond.files import write_atomically
 from wellcond.lab.data.base import Data, DataError, Dataset, SourceConfig, register_source, report_progress
 from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, import_datasets
 from wellcond.lab.data.tables import NAME, TableDataset, find_splits, name_of, opened, require_split
@@ -29,6 +32,8 @@ VERSION = 3
 """Of what is in the cache, texts and tokens."""
 ROWS_AT_ONCE = 1000
 """Enough for a tokeniser to keep every core busy."""
+PIECE = 2**24
+"""Characters that are tokenised at once, and bytes of tokens after which a kill loses them no more, at most."""
 Ids = NDArray[np.unsignedinteger[Any]]
 
 
@@ -122,9 +127,12 @@ def _read(config: TextStreamConfig, files: list[Path] | None) -> Iterator[list[s
 # Text of any dataset
 
 
-def text_columns(dataset: Dataset) -> Iterator[list[list[str]]]:
-    """Batches of rows, by column: the texts and, of pairs, the second texts; a table is read many rows at once."""
-    for start in range(0, len(dataset), ROWS_AT_ONCE):
+def text_columns(dataset: Dataset, first: int = 0) -> Iterator[list[list[str]]]:
+    """Batches of rows from the `first`, by column: the texts and, of pairs, the second texts.
+
+    A table is read many rows at once.
+    """
+    for start in range(first, len(dataset), ROWS_AT_ONCE):
         rows = range(len(dataset))[start : start + ROWS_AT_ONCE]
         if isinstance(dataset, TableDataset):
             values = dataset.data[rows if dataset.rows is None else dataset.rows[rows].tolist()]
@@ -179,36 +187,80 @@ def open_token_stream(
     }
 
     def make(folder: Path) -> None:
-        with open(folder / "tokens.bin", "wb") as file:
-            counts = _tokenise(dataset, tokenizer, limit_tokens, file, what)
-        (folder / "tokens.json").write_text(json.dumps(counts))
+        _tokenise(folder, dataset, tokenizer, limit_tokens, what)
 
-    folder = cached_folder("tokens", made_from, make, f"tokenising {what}")
+    folder = cached_folder("tokens", made_from, make, f"tokenising {what}", resumes=True)
     counts = json.loads((folder / "tokens.json").read_text())
     return TokenStream(np.memmap(folder / "tokens.bin", id_type(tokenizer.vocabulary_size), mode="r"), counts)
 
 
-def _tokenise(
-    dataset: Dataset, tokenizer: Tokenizer, limit_tokens: int | None, file: BinaryIO, what: str
-) -> dict[str, int]:
-    """Write the tokens of all documents up to the limit; those without a word or a token are skipped."""
-    end = np.array([tokenizer.document_end], id_type(tokenizer.vocabulary_size)).tobytes()
-    counts = {"documents": 0, "skipped": 0, "tokens": 0, "words": 0, "bytes": 0}
-    done = 0
-    for texts, *_ in text_columns(dataset):
-        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-            if limit_tokens is not None and counts["tokens"] >= limit_tokens:
-                return counts
-            words = len(text.split())
-            if not words or not len(ids):
-                counts["skipped"] += 1
-                continue
-            file.write(ids.tobytes() + end)
-            size = len(text.encode("utf-8", "surrogatepass"))
-            for name, more in (("documents", 1), ("tokens", len(ids) + 1), ("words", words), ("bytes", size)):
-                counts[name] += more
-        done += len(texts)
-        report_progress(f"tokenising {what}, documents", done, len(dataset))
-    if counts["documents"] == 0:
-        raise DataError(f"{what}: there is no text.", expected="documents", found=f"{len(dataset)} without a word")
-    return counts
+def _tokenise(folder: Path, dataset: Dataset, tokenizer: Tokenizer, limit_tokens: int | None, what: str) -> None:
+    """Write the tokens of all documents up to the limit; those without a word or a token are skipped.
+
+    `tokens.json` says up to which of the `rows` of the dataset the tokens are on disk, and is replaced piece by piece:
+    after a kill, the same call continues there. What follows those tokens in `tokens.bin` is written again. When all
+    are there, it has the counts alone.
+    """
+    kind = id_type(tokenizer.vocabulary_size)
+    end = np.array([tokenizer.document_end], kind).tobytes()
+    counts = _counts_on_disk(folder, kind.itemsize)
+    if "rows" not in counts:
+        return
+    for left in folder.glob(".tokens.json.*.partial"):  # of a process that was killed while it wrote
+        left.unlink()
+    with open(folder / "tokens.bin", "ab") as file:
+
+        def keep(counts: dict[str, int]) -> None:
+            file.flush()
+            os.fsync(file.fileno())
+            write_atomically(folder / "tokens.json", json.dumps(counts))
+
+        def full() -> bool:
+            return limit_tokens is not None and counts["tokens"] >= limit_tokens
+
+        kept = counts["tokens"]
+        file.truncate(kept * kind.itemsize)
+        for texts in _pieces(dataset, counts["rows"]):
+            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+                if full():
+                    break
+                words = len(text.split())
+                if not words or not len(ids):
+                    counts["skipped"] += 1
+                    continue
+                file.write(ids.tobytes() + end)
+                size = len(text.encode("utf-8", "surrogatepass"))
+                for name, more in (("documents", 1), ("tokens", len(ids) + 1), ("words", words), ("bytes", size)):
+                    counts[name] += more
+            if full():
+                break
+            counts["rows"] += len(texts)
+            if (counts["tokens"] - kept) * kind.itemsize >= PIECE:
+                keep(counts)
+                kept = counts["tokens"]
+            report_progress(f"tokenising {what}, documents", counts["rows"], len(dataset))
+        if counts["documents"] == 0:
+            raise DataError(f"{what}: there is no text.", expected="documents", found=f"{len(dataset)} without a word")
+        keep({name: count for name, count in counts.items() if name != "rows"})
+
+
+def _counts_on_disk(folder: Path, itemsize: int) -> dict[str, int]:
+    """What `tokens.json` says of a folder that was not put in place; zeros if the tokens are not there."""
+    none = {"rows": 0, "documents": 0, "skipped": 0, "tokens": 0, "words": 0, "bytes": 0}
+    counts, tokens = folder / "tokens.json", folder / "tokens.bin"
+    if not counts.exists() or not tokens.exists():
+        return none
+    found = json.loads(counts.read_text())
+    known = set(found) | {"rows"} == set(none) and tokens.stat().st_size >= found["tokens"] * itemsize
+    return found if known else none
+
+
+def _pieces(dataset: Dataset, first: int) -> Iterator[list[str]]:
+    """Texts of consecutive rows from the `first`, not many more characters at once than a piece has."""
+    for texts, *_ in text_columns(dataset, first):
+        start = length = 0
+        for number, text in enumerate(texts, 1):
+            length += len(text)
+            if length >= PIECE or number == len(texts):
+                yield texts[start:number]
+                start, length = number, 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
+import multiprocessing
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from wellcond.errors import WellcondError
 from wellcond.lab.seeding import epoch_order
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, Samples
+from wellcond.lab.train.length import STOP_SIGNALS, leave_to_parent, starting_processes
 
 
 @dataclass(frozen=True)
@@ -90,28 +92,33 @@ class _Fetching(torch.utils.data.Dataset):
             return str(error)
 
 
-def _leave_interrupts_to_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal, and only the parent acts on it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin_work(worker: int) -> None:
+    """Let only the parent act on stop signals, which often reach every process: it saves, then ends its workers."""
+    leave_to_parent(*STOP_SIGNALS)
 
 
 def fetch_batches(
     samples: Samples, parts: Iterable[list[SampleKey]], *, workers: int, device: torch.device
 ) -> Iterator[Batch]:
     """Batches on the device, decoded ahead by worker processes where that helps."""
-    source: Iterable[Any]
+    source: Iterator[Any]
     if workers == 0 or samples.in_memory:
         source = (samples.fetch(keys) for keys in parts)
     else:
-        source = torch.utils.data.DataLoader(
+        # By default a process that was spawned, as those of a comparison are, spawns its own: seconds of imports each.
+        method = "fork" if sys.platform == "linux" else multiprocessing.get_start_method()
+        loader = torch.utils.data.DataLoader(
             _Fetching(samples),
             batch_size=None,
             sampler=parts,  # type: ignore[arg-type]
             num_workers=workers,
-            worker_init_fn=_leave_interrupts_to_parent,
+            multiprocessing_context=method,
+            worker_init_fn=_begin_work,
             pin_memory=device.type == "cuda",
             prefetch_factor=4,
         )
+        with starting_processes(method):
+            source = iter(loader)
     for batch in source:
         if isinstance(batch, str):
             raise WellcondError(batch)

@@ -21,7 +21,7 @@ from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.recipe import Recipe, config_hash, override_recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.engine import Event
-from wellcond.lab.train.length import StopFlag
+from wellcond.lab.train.length import StopFlag, leave_to_parent, starting_processes
 from wellcond.lab.train.run import Job, complete_record, describe_change, run_job
 from wellcond.lab.train.run_folder import RunError, RunFolder, read_sealed, write_sealed, writing
 from wellcond.memory_guard import ModelTooLargeError
@@ -236,7 +236,8 @@ def run_in_pool(dispatch: Dispatch, *, num_workers: int) -> None:
     def start() -> Connection:
         ours, theirs = context.Pipe()
         workers[ours] = process = context.Process(target=_work, args=(theirs,))  # a daemon may not start DataLoaders
-        process.start()
+        with starting_processes("spawn"):
+            process.start()
         theirs.close()
         return ours
 
@@ -283,7 +284,7 @@ def _work(connection: Connection) -> None:
             stop.requested = True
 
     # Ctrl-C reaches every process of a terminal; the parent forwards it to its workers as SIGTERM.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_to_parent(signal.SIGINT)
     while True:
         try:
             job: Job = connection.recv()

@@ -22,7 +22,16 @@ from wellcond.lab.tasks.base import AbstractTask, Batch
 from wellcond.lab.train import checkpoint, evaluate
 from wellcond.lab.train.batches import UpdatePlan, fetch_batches
 from wellcond.lab.train.evaluate import ConditioningLog, WeightAverage, layer_numbers
-from wellcond.lab.train.length import Diverged, RunClock, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
+from wellcond.lab.train.length import (
+    Diverged,
+    HostCopy,
+    RunClock,
+    StopFlag,
+    TimeBudget,
+    TrainState,
+    check_loss,
+    ramped_parts,
+)
 from wellcond.lab.train.optimizers import set_point
 from wellcond.lab.train.run_folder import RunFolder
 
@@ -82,6 +91,9 @@ class Engine:
         self.sharded = is_sharded(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
         self._losses: list[Tensor] = []
+        self._stop = StopFlag()
+        self._stops_requested: list[HostCopy] = []
+        """Of recent updates, how many ranks had been asked to stop."""
         self.results: dict[str, Any] = {}
         """For the record, after the last update."""
 
@@ -164,7 +176,7 @@ class Engine:
 
     def train(self, stop: StopFlag) -> bool:
         """Train from the current step to the end; False if it was stopped, after a checkpoint. Raises Diverged."""
-        state, training = self.state, self.recipe.training
+        state, training, self._stop = self.state, self.recipe.training, stop
         self.log.begin(self.model, state.step)
         if state.step == 0:
             self._measure_if_due(last=False)
@@ -196,9 +208,7 @@ class Engine:
             self._measure_if_due(last=last)
             if last or done % self.evaluate_every == 0:
                 self._evaluate()
-            # Several ranks synchronise only at logged steps.
-            synchronised = self.plan.processes == 1 or done % training.log_every == 0
-            stopping = synchronised and stop.any_rank(self.accelerator) and not last
+            stopping = self._stop_requested() and not last
             if last or stopping or done % self.save_every == 0:
                 self.save()
             if stopping:
@@ -221,10 +231,7 @@ class Engine:
         parts = range(accelerator.process_index, len(batches) * accelerator.num_processes, accelerator.num_processes)
         batches = [self.task.training_batch(batch, step, part) for part, batch in zip(parts, batches, strict=True)]
         num_terms: Any = sum(self.task.num_terms(batch) for batch in batches)
-        if accelerator.num_processes > 1:
-            counted = torch.as_tensor(num_terms, dtype=torch.float64, device=accelerator.device)
-            num_terms = accelerator.reduce(counted, reduction="sum").item()
-        share = accelerator.num_processes / num_terms
+        share = 1 / num_terms if accelerator.num_processes == 1 else self._share_of_all(num_terms)
         place = self.budget.point(step, self.planned_steps), self.planned_steps, self.plan.steps_per_epoch
         self.learning_rate = set_point(self.optimizer, self.recipe.schedule.point(*place), self.recipe.optimizer.lr)
         losses = []
@@ -246,6 +253,26 @@ class Engine:
         if self.average is not None:
             self.average.update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), norms
+
+    def _share_of_all(self, num_terms: Tensor | int) -> Tensor:
+        """Number of ranks over the number of terms on all of them; the same reduction asks whether any is to stop.
+
+        The host does not wait: the quotient stays on the device, and `_stop_requested` reads the answer a step later.
+        """
+        mine = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
+        mine[0] = num_terms
+        mine[1] = float(self._stop.requested)
+        terms, requested = self.accelerator.reduce(mine, reduction="sum")
+        self._stops_requested.append(HostCopy(requested))
+        return (self.accelerator.num_processes / terms).float()
+
+    def _stop_requested(self) -> bool:
+        """Whether to stop after this step: the same on every rank, of several at most two steps after a signal."""
+        if self.plan.processes == 1:
+            return self._stop.requested
+        if len(self._stops_requested) < 2:
+            return False
+        return self._stops_requested.pop(0).read() > 0
 
     def _end_if_time_is_up(self) -> None:
         if self.budget.look() >= 1:

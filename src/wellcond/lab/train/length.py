@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import multiprocessing.resource_tracker
 import re
 import signal
 import threading
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def ramped_parts(share: float | None, parts: int, point: int, num_steps: int) -> int:
@@ -155,17 +157,58 @@ def peak_memory(device: torch.device) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
+class HostCopy:
+    """A number on its way from the device to the host, so that reading it later need not wait for the device."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._number = number.to("cpu", non_blocking=True)
+        self._arrived: Any = None
+        if number.device.type != "cpu":
+            self._arrived = torch.get_device_module(number.device).Event()
+            self._arrived.record()
+
+    def read(self) -> float:
+        """The number; waits if it is still on its way."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._number)
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that ask a run to stop: Ctrl-C, and what torchrun, Slurm and `kill` send, often to every process of a run."""
+
+
+@contextlib.contextmanager
+def starting_processes(method: str) -> Iterator[None]:
+    """Hold stop signals back while child processes start, by the given start method of multiprocessing.
+
+    Children inherit this, so that no stop signal ends one before it calls `leave_to_parent`; a signal that arrives here
+    meanwhile is handled when the block ends.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    if method != "fork":  # otherwise the first child would start it, and it would let signals through again
+        multiprocessing.resource_tracker.ensure_running()
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def leave_to_parent(*signals: signal.Signals) -> None:
+    """Ignore signals in a child process, since its parent acts on them; other stop signals come through again."""
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
 class StopFlag:
     """Set by Ctrl-C or SIGTERM: the run finishes its step, writes a checkpoint and stops."""
 
     requested = False
-
-    def any_rank(self, accelerator: Any) -> bool:
-        """Whether any rank has been asked to stop; every rank must call it."""
-        if accelerator.num_processes == 1:
-            return self.requested
-        flag = torch.tensor(float(self.requested), device=accelerator.device)
-        return bool(accelerator.reduce(flag, reduction="sum") > 0)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopFlag]:
@@ -179,7 +222,7 @@ class StopFlag:
                 raise KeyboardInterrupt
             self.requested = True
 
-        former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        former = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
         try:
             yield self
         finally:
