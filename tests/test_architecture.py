@@ -55,7 +55,7 @@ ALLOWED = {
     "weights": BASE | {"attention", "conditioning"},
     "models": BASE | {"memory_guard", "weights"},
     "zoo": BASE | {"attention", "jacobian", "models"},
-    "integrations": BASE | {"attention", "init", "conditioning", "tracking", "weights"},
+    "integrations": BASE | {"attention", "init", "conditioning", "tracking", "tracking_budget", "weights"},
     "lab": BASE
     | {
         "linalg",
