@@ -118,6 +118,11 @@ JACOBIAN_NUMBERS = ("condition_number", "pseudo_condition_number", "sigma_max", 
                     "norm_v", "papers_bound_log10", "bound_log10")  # fmt: skip
 
 
+def without_jacobian(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a point whose Jacobian, where there is one, is left out."""
+    return {name: value for name, value in numbers.items() if name not in JACOBIAN_FIELDS + JACOBIAN_NUMBERS}
+
+
 def failed_numbers(jacobian: bool) -> dict[str, Any]:
     """Fields of a point where the measurement failed; an integer has no NaN and stays None."""
     names = ATTENTION_FIELDS + (JACOBIAN_NUMBERS if jacobian else ())

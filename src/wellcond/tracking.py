@@ -24,11 +24,12 @@ from wellcond.plots import curves_of, plot_curves
 from wellcond.records import Convention
 from wellcond.run_facts import run_facts
 from wellcond.sharded_measurement import decided_by_first, measure_sharded
-from wellcond.track_points import TrackPoint, failed_numbers, numbers_of
+from wellcond.track_points import TrackPoint, failed_numbers, numbers_of, without_jacobian
 from wellcond.tracking_budget import (
     Allowance,
     Heads,
     Steps,
+    Together,
     TrackingOptions,
     Turns,
     is_due,
@@ -79,6 +80,7 @@ class ConditionTracker:
         kappa: which condition number is in the summaries.
         method: of `jacobian_spectrum`.
         clock: the clock, in seconds.
+        on_slow: called once with the seconds expected, before Jacobians that may take more than ten; logs by default.
 
     Raises:
         ValueError: options that make no sense.
@@ -110,6 +112,7 @@ class ConditionTracker:
         kappa: Kappa = "strict",
         method: str = "auto",
         clock: Callable[[], float] = time.perf_counter,
+        on_slow: Callable[[float], None] = say_slow,
     ) -> None:
         """Measure weights and attention maps of step 0, which shows what that costs."""
         asked = TrackingOptions(
@@ -128,7 +131,12 @@ class ConditionTracker:
             raise ValueError(f"heads: none of the attention layers has the heads {heads!r}")
         self._proven = first_step > 0  # that the heads can be measured, as long as their numbers are finite
         self.allowance = Allowance(budget)
-        self.turns = Turns([(site.name, head) for site, head in self._probes], clock)
+        self._on_slow, self._announced = on_slow, False
+        self.turns = Turns([(site.name, head) for site, head in self._probes], clock, self._say_slow)
+        self.last_seconds: float | None = None
+        """What the Jacobians of all heads took, if they were measured together."""
+        self.refused_seconds: float | None = None
+        """What they were expected to take when `measure_now` was given less."""
         self.points: list[TrackPoint] = []
         self.num_steps = self._first_step = first_step
         self.run = run_facts(self.model, batch) | ({"input": "given to step()"} if batch is None else {})
@@ -239,12 +247,23 @@ class ConditionTracker:
             f"ConditionTracker(step {self.num_steps}, {counts}, every={self.every!r}, budget={self.allowance.budget})"
         )
 
-    def measure_now(self, batch: Any = None, *, jacobian: bool = True) -> list[TrackPoint]:
+    def measure_now(self, batch: Any = None, *, jacobian: bool = True, within: float | None = None) -> list[TrackPoint]:
         """Measure every head at the present step in one forward pass, due or not and whatever the budget.
+
+        Args:
+            batch: to measure with; by default the tracker's own.
+            jacobian: False measures weights and attention maps only.
+            within: seconds that this may take. If the Jacobians are expected to take longer, none is in the points;
+                if weights and attention maps alone are, nothing is measured.
 
         Raises: ValueError if there is no batch to probe with.
         """
-        return self._measure_point(self._batch(batch), jacobian=jacobian, whole=True) if self.active else []
+        if not self.active or (within is not None and not self._shared(jacobian or self.allowance.point <= within)):
+            return []
+        together = None
+        if jacobian and within is not None:
+            together = Together(len(self._probes), within, self.clock, self.last_seconds, self._say_slow)
+        return self._measure_point(self._batch(batch), jacobian=jacobian, whole=True, together=together)
 
     def charge(self, seconds: float) -> None:
         """Count time that a caller spent for the tracker's sake, such as on its batch, as spent on measuring."""
@@ -252,7 +271,10 @@ class ConditionTracker:
 
     def _decided(self, permitted: bool) -> bool:
         """What the first process decides, whose clock counts."""
-        return decided_by_first(permitted) if self.is_sharded and self.allowance.budget is not None else permitted
+        return self._shared(permitted) if self.allowance.budget is not None else permitted
+
+    def _shared(self, value: bool) -> bool:
+        return decided_by_first(value) if self.is_sharded else value
 
     def _batch(self, batch: Any) -> Any:
         chosen = self.batch if batch is None else batch
@@ -260,7 +282,9 @@ class ConditionTracker:
             raise ValueError("give a batch to ConditionTracker(model, batch) or to step(batch)")
         return chosen
 
-    def _measure_point(self, batch: Any, *, jacobian: bool, whole: bool = False) -> list[TrackPoint]:
+    def _measure_point(
+        self, batch: Any, *, jacobian: bool, whole: bool = False, together: Together | None = None
+    ) -> list[TrackPoint]:
         """All heads at the present step: `whole`, or without a budget, with all Jacobians; else with some of them."""
         begun, turns = self.clock(), self.turns
         limited = jacobian and not whole and self.allowance.budget is not None
@@ -268,12 +292,16 @@ class ConditionTracker:
             jacobian = self._decided(turns.begin(self.allowance.left - self.allowance.point, self.allowance.point))
         else:
             turns.seconds = {}
-        found = self._find(batch, jacobian, turns.admit if limited else None)
+        admit = turns.admit if limited else None if together is None else together.admit
+        found = self._find(batch, jacobian, admit)
         turns.end()
         seconds = self.clock() - begun
         on_jacobians = sum(turns.seconds.values())
-        together = jacobian and not limited
-        self.allowance.record(seconds, seconds if together else on_jacobians)
+        self.allowance.record(seconds, seconds if jacobian and not limited else on_jacobians)
+        refused = together is not None and self._shared(together.refused)
+        self.refused_seconds = together.expected if together is not None and refused else None
+        if together is not None and not refused:
+            self.last_seconds = seconds
         if is_regular(self.every) or is_regular(self.weights_every):
             self.allowance.reserve = self.allowance.point
         share, points = (seconds - on_jacobians) / len(self._probes), []
@@ -281,6 +309,8 @@ class ConditionTracker:
             name, head = (site.name, index), found[site.name, index]
             failed = isinstance(head, str)
             numbers = failed_numbers(jacobian) | {"problem": head} if failed else numbers_of(head)  # type: ignore[arg-type]
+            if refused and not failed:
+                numbers = without_jacobian(numbers)
             took = share + turns.seconds.get(name, 0.0)
             points.append(TrackPoint(step=self.num_steps, layer=site.name, head=index, seconds=took, **numbers))
         self.points += points
@@ -316,9 +346,9 @@ class ConditionTracker:
 
     def _say_slow(self, seconds: float) -> None:
         """Announce a long measurement once."""
-        if not self.turns.announced:
-            self.turns.announced = True
-            say_slow(seconds)
+        if not self._announced:
+            self._announced = True
+            self._on_slow(seconds)
 
     def series(self, quantity: str = "condition_number") -> dict[tuple[str, int], list[tuple[int, Any]]]:
         """One quantity of every head over the steps: {(layer, head): [(step, value), ...]}."""

@@ -110,6 +110,7 @@ class Turns:
 
     names: Sequence[Name]
     clock: Callable[[], float]
+    on_slow: Callable[[float], None]
     turns: dict[Name, int] = field(default_factory=dict)
     expected: dict[Name, float] = field(default_factory=dict)
     """Seconds: what a head took last, or was expected to take when it was refused."""
@@ -117,7 +118,6 @@ class Turns:
     """Seconds that a head took where its size was all that was known before."""
     seconds: dict[Name, float] = field(default_factory=dict)
     """What the Jacobians of the present step took."""
-    announced: bool = False
     _chosen: list[Name] = field(default_factory=list)
     _until: float = 0.0
     _running: Name | None = None
@@ -163,9 +163,8 @@ class Turns:
             self.seconds[name] = now - self._since
             self._running, self.expected[name] = None, self.seconds[name] + needed
             return False
-        if needed > SLOW_SECONDS and not self.announced:
-            self.announced = True
-            say_slow(needed)
+        if needed > SLOW_SECONDS:
+            self.on_slow(needed)
         return True
 
     def end(self) -> None:
@@ -185,6 +184,42 @@ class Turns:
     def never_measured(self) -> list[Name]:
         """Heads whose Jacobian had no turn."""
         return [name for name in self.names if name not in self.turns]
+
+
+@dataclass
+class Together:
+    """The Jacobians of all heads of one step within so many seconds, or of none, so that steps stay comparable."""
+
+    count: int
+    seconds: float
+    clock: Callable[[], float]
+    last: float | None = None
+    """Seconds that all of them took before."""
+    on_slow: Callable[[float], None] = lambda seconds: None
+    expected: float = 0.0
+    """Seconds that all of them may take."""
+    refused: bool = False
+    _done: int = -1
+    _begun: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Count from now on."""
+        self._begun = self.clock()
+
+    def admit(self, layer: str, head: int, seconds: float | None) -> bool:
+        """Whether a Jacobian may be measured; see `wellcond.measurement.Admit`."""
+        if seconds is None:
+            self._done += 1
+            return not self.refused
+        left = self.count - self._done
+        needed = seconds * left
+        if self.last is not None:
+            needed = min(needed, self.last * left / self.count)
+        self.expected = max(self.expected, self.clock() - self._begun + needed)
+        self.refused = self.clock() - self._begun + needed > self.seconds
+        if not self.refused and needed > SLOW_SECONDS:
+            self.on_slow(needed)
+        return not self.refused
 
 
 def say_slow(seconds: float) -> None:
