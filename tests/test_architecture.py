@@ -37,14 +37,25 @@ ALLOWED = {
     "sharded_measurement": BASE
     | {"run_facts", "measurement_records", "attention", "conditioning", "jacobian", "measurement"},
     "track_points": BASE | {"measurement_records"},
+    "tracking_budget": BASE | {"jacobian", "measurement"},
     "tracking": BASE
-    | {"track_points", "linalg", "attention", "jacobian", "measurement", "sharded_measurement", "plots", "run_facts"},
+    | {
+        "track_points",
+        "tracking_budget",
+        "linalg",
+        "attention",
+        "jacobian",
+        "measurement",
+        "sharded_measurement",
+        "plots",
+        "run_facts",
+    },
     "diagnosis": BASE | {"linalg", "attention", "init", "conditioning", "jacobian", "measurement", "run_facts"},
     "memory_guard": BASE | {"jacobian"},
     "weights": BASE | {"attention", "conditioning"},
     "models": BASE | {"memory_guard", "weights"},
     "zoo": BASE | {"attention", "jacobian", "models"},
-    "integrations": BASE | {"attention", "init", "conditioning", "tracking", "weights"},
+    "integrations": BASE | {"attention", "init", "conditioning", "tracking", "tracking_budget", "weights"},
     "lab": BASE
     | {
         "linalg",

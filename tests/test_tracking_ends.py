@@ -14,7 +14,7 @@ from test_tracking import X, vit
 
 
 def slow_tracker(model, capsys, steps, **options):
-    """Every call of the clock takes a second, so a probe takes one and the budget of 5 % allows few."""
+    """Every call of the clock takes a second."""
     tracker = wc.ConditionTracker(model, X[:1], clock=iter(range(100_000)).__next__, **options)
     with tracker:
         for _ in range(steps):
@@ -22,37 +22,20 @@ def slow_tracker(model, capsys, steps, **options):
     return tracker, capsys.readouterr().err
 
 
-def test_first_and_last_step_are_always_measured_and_the_rest_is_counted(capsys):
-    tracker, said = slow_tracker(vit(), capsys, 20, every=10)
-    assert {p.step for p in tracker.points} == {0, 20} and len(tracker.points) == 12
-    # Of 20 seconds one may be spent: none at step 10, one head at step 20. The others of step 20 are outside it.
-    assert said == (
-        "wellcond: 1 of 7 due measurements (6 heads, 20 steps) were made within budget=0.05 (5.0% of the training "
-        "time); first and last step are measured besides. For more give a larger budget, or budget=None for all that "
-        "is due\n"
-    )
-    assert tracker.close() == [] and not capsys.readouterr().err, "once"
-
-
 def test_the_last_step_is_measured_where_it_is_not_due(capsys):
     tracker, said = slow_tracker(vit(), capsys, 5, every=2, budget=None)
     assert sorted({p.step for p in tracker.points}) == [0, 2, 4, 5]
-    assert "12 of 12 due measurements (6 heads, 5 steps) were made" in said and said.count("\n") == 1
-    again, _ = slow_tracker(vit(), capsys, 4, every=2, budget=None)
+    assert said.startswith(
+        "wellcond: measured at 4 of 4 steps that were due (5 trained), kappa(J) 8 times (2 of 2 heads)"
+    )
+    assert said.count("\n") == 1 and "budget=0.05 would limit that to 5 %" in said
+    again, _ = slow_tracker(vit(), capsys, 4, every=2, budget=None, heads="all")
     assert [p.step for p in again.points] == [0] * 6 + [2] * 6 + [4] * 6, "not twice"
-
-
-def test_heads_that_had_no_turn_are_measured_at_the_end(capsys):
-    tracker, said = slow_tracker(vit(), capsys, 30)
-    assert {(p.layer, p.head) for p in tracker.points if p.step == 30} == set(tracker.series())
-    assert len([p for p in tracker.points if p.step == 30]) == 6
-    made = len([p for p in tracker.points if 0 < p.step < 30])
-    assert f"wellcond: {made} measurements (6 heads, 30 steps) were made within budget=0.05" in said
 
 
 def test_listed_steps_are_the_steps(capsys):
     tracker, said = slow_tracker(vit(), capsys, 4, every={1, 3}, budget=None)
-    assert {p.step for p in tracker.points} == {1, 3} and "12 of 12" in said
+    assert {p.step for p in tracker.points} == {1, 3} and "at 2 of 2 steps" in said
 
 
 def test_weights_are_measured_at_the_last_step_too(capsys):
@@ -67,7 +50,7 @@ def test_batches_given_to_step_measure_the_ends(capsys):
             tracker.step(X[number : number + 1])
     assert sorted({p.step for p in tracker.points}) == [1, 4]
     last = wc.measure(model, X[3:4]).layers[0].heads[0].jacobian.condition_number
-    assert tracker.points[6].condition_number == last and tracker.run["input"] == "given to step()"
+    assert tracker.points[2].condition_number == last and tracker.run["input"] == "given to step()"
     with wc.ConditionTracker(model, every=10, budget=None) as without:
         without.step()
     assert not without.points
@@ -83,14 +66,14 @@ def test_an_error_is_not_followed_by_a_measurement(capsys):
 def test_a_resumed_run_without_steps_measures_nothing(capsys):
     with wc.ConditionTracker(vit(), X[:1], first_step=7, budget=None) as tracker:
         pass
-    assert not tracker.points and "0 of 0" in capsys.readouterr().err
+    assert not tracker.points and "at 0 of 0 steps" in capsys.readouterr().err
 
 
 # -- lines, representations, plots
 
 
 def test_lines_say_which_model_which_input_and_which_version():
-    tracker = wc.ConditionTracker(vit(), X[:1], heads=[0])
+    tracker = wc.ConditionTracker(vit(), X[:1], budget=None)
     line = json.loads(tracker.to_json().splitlines()[0])
     assert line["model"].startswith("VisionTransformer, ") and line["version"] == wc.__version__
     assert line["input"].startswith("float32 (1, 3, 16, 16), sha256 ")
@@ -117,7 +100,7 @@ def plotted():
 
 
 def test_a_plot_has_a_line_per_head(plotted, capsys):
-    tracker, _ = slow_tracker(vit(), capsys, 3, every=1, budget=None)
+    tracker, _ = slow_tracker(vit(), capsys, 3, every=1, budget=None, heads="all")
     ax = tracker.plot("kappa")
     lines = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in ax.lines]
     assert lines == [points for points in tracker.series().values()] and len(lines) == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,17 +23,19 @@ from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.forms import CapturedForm, Part, captured_form, output_form, parts_of, samples_of
 from wellcond.jacobian.diagnosis import (
+    COLLAPSED_MASS,
     AttentionStatistics,
     HeadDiagnosis,
     all_attention_statistics,
     diagnose_head,
     is_collapsed,
+    map_statistics,
 )
 from wellcond.jacobian.nystrom.form import nystrom_map
 from wellcond.jacobian.plain import WideForm, stack_size, wide_forms
-from wellcond.jacobian.select import METHODS
-from wellcond.jacobian.spectrum import form_spectra, form_spectrum
-from wellcond.linalg.spectrum import SoftmaxSpectrum, spectra
+from wellcond.jacobian.select import METHODS, SLOW_SECONDS, TooLongError, show_seconds
+from wellcond.jacobian.spectrum import form_spectra
+from wellcond.linalg.spectrum import SoftmaxSpectrum, spectra, to_float64
 from wellcond.measurement_log import MeasurementLog
 from wellcond.measurement_records import (
     Combine,
@@ -50,6 +53,7 @@ from wellcond.theory.surrogate import Factors, softmax_spectra
 
 __all__ = [
     "NUMERICAL",
+    "Admit",
     "Combine",
     "HeadReport",
     "Kappa",
@@ -61,6 +65,9 @@ __all__ = [
 
 # What a measurement may end in when numbers are NaN, infinite or too large to be squared.
 NUMERICAL = (WellcondError, ArithmeticError, torch.linalg.LinAlgError)
+Admit = Callable[[str, int, float | None], bool]
+"""Whether the Jacobian of a head, given by layer and index, may be measured. Asked before anything of it is computed,
+with None, and again when the seconds that it may take are known."""
 GROUP_BYTES = 256 * 2**20  # of the Jacobians of small heads that are decomposed together
 
 
@@ -116,10 +123,13 @@ class MeasureSettings:
         if self.output and not self.jacobian:
             raise ValueError("output=True is about the Jacobian, and jacobian=False leaves it out")
 
-    def spectra(self, chosen: Sequence[CapturedForm]) -> list[JacobianSpectrum]:
-        """Spectra of forms of one class and shape."""
+    def spectra(
+        self, chosen: Sequence[CapturedForm], admit: Callable[[float], bool] | None = None
+    ) -> list[JacobianSpectrum]:
+        """Spectra of forms of one class and shape; TooLongError if `admit`, asked with the seconds, says no."""
         forms = [one.form if self.convention == "wide" else one.form.stacked() for one in chosen]
-        return form_spectra(forms, convention=self.convention, method=self.method, memory_limit=self.memory_limit)
+        limits = {"method": self.method, "memory_limit": self.memory_limit, "admit": admit}
+        return form_spectra(forms, convention=self.convention, **limits)  # type: ignore[arg-type]
 
 
 class MeasureOptions(TypedDict, total=False):
@@ -137,6 +147,15 @@ class MeasureOptions(TypedDict, total=False):
     memory_limit: int | None
 
 
+def log_slow(seconds: float) -> None:
+    """Say in the log of ``wellcond`` that a measurement will take long, and which options make it shorter."""
+    logging.getLogger("wellcond").warning(
+        "wellcond.measure is expected to take up to %s; layers=, heads= or fewer tokens make that less, jacobian=False "
+        "leaves kappa(J) out, resume= keeps what is measured if you interrupt it",
+        show_seconds(seconds),
+    )
+
+
 def measure(
     model: nn.Module,
     batch: Any,
@@ -147,6 +166,8 @@ def measure(
     settings: MeasureSettings | None = None,
     resume: str | Path | None = None,
     progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+    admit: Admit | None = None,
+    on_slow: Callable[[float], None] = log_slow,
     **options: Unpack[MeasureOptions],
 ) -> MeasurementReport:
     """Condition numbers of the weights and of the parameter Jacobian of every attention head, on real inputs.
@@ -164,6 +185,10 @@ def measure(
         resume: a file in which every head is noted when it is measured; the same call then resumes there. Large
             models take hours.
         progress: wraps the list of all heads, to show how far it is.
+        admit: asked for every head whether its Jacobian may be measured; what is refused has `jacobian` None, and
+            weights and attention map nevertheless.
+        on_slow: called with the seconds expected, if these are more than 10, before the first Jacobian begins; by
+            default that is logged as a warning.
         **options: fields of `MeasureSettings`, which replace those of `settings`: ``measure(model, batch, samples=4)``.
 
     Returns: a frozen `MeasurementReport` with `to_dict`, `to_json`, `to_table`, `to_frame`, `plot`.
@@ -190,11 +215,13 @@ def measure(
             raise ValueError(f"heads: no attention that is measured has a {kind} head {head}")
     log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
     wanted = [p if heads is None else [p[head] for head in heads if 0 <= head < len(p)] for p in parts]
-    layer_of = lru_cache(maxsize=1)(lambda number: _Layer(captured[number], wanted[number], task))  # only one is kept
     plan = [(number, part) for number, c in enumerate(captured) if c.call for part in wanted[number]]
+    pace = _Pace(admit, on_slow)
+    layer_of = lru_cache(maxsize=1)(lambda number: _Layer(captured[number], wanted[number], task, pace))  # one is kept
     found: dict[int, list[HeadReport]] = {number: [] for number in range(len(captured))}
     problems = {number: c.why_not_plain for number, c in enumerate(captured) if c.call is None}
-    for number, part in progress(plan):
+    for done, (number, part) in enumerate(progress(plan)):
+        pace.left = len(plan) - done
         if number in problems:
             continue
         try:
@@ -212,12 +239,33 @@ def measure(
         LayerReport(
             c.site.name, c.site.kind, c.site.num_heads, c.site.num_kv_heads, c.site.head_dim,
             0 if c.x is None else c.x.shape[1], tuple(found[number]), problems.get(number, ""),
-            **_through_output(c, task),
+            **_through_output(c, task, pace),
         )
         for number, c in enumerate(captured)
     )  # fmt: skip
     facts = run_facts(model, batch)
     return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning_of(model), run=facts)
+
+
+@dataclass(eq=False)
+class _Pace:
+    """What is asked, and announced, before a Jacobian begins."""
+
+    admit: Admit | None = None
+    on_slow: Callable[[float], None] = log_slow
+    left: int = 1
+    """Heads that are still to be measured."""
+    announced: bool = False
+
+    def allows(self, layer: str, head: int, seconds: float | None, heads: int = 1) -> bool:
+        """Whether the Jacobians of so many heads, this one among them, may be measured."""
+        if self.admit is not None:
+            return self.admit(layer, head, seconds)
+        expected = 0.0 if seconds is None else seconds / heads * self.left
+        if expected > SLOW_SECONDS and not self.announced:
+            self.announced = True
+            self.on_slow(expected)
+        return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +275,7 @@ class _Layer:
     captured: CapturedAttention
     parts: list[Part]
     task: MeasureSettings
+    pace: _Pace = dataclasses.field(default_factory=_Pace)
 
     @cached_property
     def weights(self) -> dict[str, dict[Part, Spectrum]]:
@@ -257,7 +306,9 @@ class _Layer:
 
     @cached_property
     def heads_at_once(self) -> int:
-        """How many are measured together."""
+        """How many are measured together: one, where each may be refused by itself."""
+        if self.pace.admit is not None:
+            return 1
         room = GROUP_BYTES if self.task.memory_limit is None else min(GROUP_BYTES, self.task.memory_limit)
         return min((stack_size(list(of_sample.values()), room) for of_sample in self.heads), default=1)
 
@@ -322,7 +373,10 @@ class _Group:
     def spectra(self) -> list[list[JacobianSpectrum]]:
         """For each of the samples."""
         task, count = self.layer.task, len(self.layer.samples)
-        return [task.spectra(self._forms(number) if number else self.forms) for number in range(count)]
+        name, index, heads = self.layer.captured.site.name, self.parts[0].index, len(self.parts)
+        # All samples are asked for with the first: a head is measured whole or not at all.
+        first = task.spectra(self.forms, lambda seconds: self.layer.pace.allows(name, index, count * seconds, heads))
+        return [first, *(task.spectra(self._forms(number)) for number in range(1, count))]
 
     def _forms(self, number: int) -> list[CapturedForm]:
         layer, plain = self.layer, list[WideForm | None]([None] * len(self.parts))
@@ -337,10 +391,13 @@ def _measure_head(layer: _Layer, part: Part, log: MeasurementLog | None) -> Head
     if log is not None:
         return log.head(f"{layer.captured.site.name} head {part.index}", lambda: _measure_head(layer, part, None))
     queries = layer.captured.query_heads(part.kv_head, part.query_head)
-    measured = _jacobian_of if layer.task.jacobian else _attention_of
+    wanted = layer.task.jacobian and layer.pace.allows(layer.captured.site.name, part.index, None)
+    measured = _jacobian_of if wanted else _attention_of
     group, at = layer.place_of(part)
     try:
         fields = measured(group, at)
+    except TooLongError as error:
+        fields = _attention_of(group, at) | {"how": str(error)}
     except NUMERICAL:
         if len(group.parts) == 1:
             raise
@@ -359,7 +416,21 @@ def _attention_of(group: _Group, at: int) -> dict[str, Any]:
     fields: dict[str, Any] = {"how": "weights and attention map only"}
     if group.heads:
         fields |= {"attention": group.statistics[at], "dead": is_collapsed(group.heads[at], group.statistics[at])}
+    else:
+        fields |= _seen_attention(group.layer.captured, group.parts[at])
     return fields | _approximated(group.layer.captured, group.parts[at].kv_head)
+
+
+def _seen_attention(captured: CapturedAttention, part: Part) -> dict[str, Any]:
+    """Fields of a `HeadReport` about the softmax of an attention that is not plain, on the first sample, if seen."""
+    p = captured.probabilities
+    if captured.site.kind != "softmax" or p is None or p.dim() != 4 or p.shape[1] != captured.site.num_heads:
+        return {}
+    p = to_float64(p[0, captured.query_heads(part.kv_head, part.query_head)])
+    square = captured.memory is None and p.shape[-2] == p.shape[-1]
+    own = p.diagonal(dim1=-2, dim2=-1) if square else None
+    statistics = map_statistics(p, (p > 0).sum(-1).to(p), own)
+    return {"attention": statistics, "dead": p.shape[-1] > 1 and statistics.max_probability >= COLLAPSED_MASS}
 
 
 def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
@@ -394,14 +465,20 @@ def _diagnosed(diagnosis: HeadDiagnosis) -> dict[str, Any]:
     return {"diagnosis": diagnosis, "attention": diagnosis.attention, "dead": diagnosis.dead}
 
 
-def _through_output(captured: CapturedAttention, task: MeasureSettings) -> dict[str, Any]:
+def _through_output(captured: CapturedAttention, task: MeasureSettings, pace: _Pace) -> dict[str, Any]:
     """Fields of a `LayerReport` about the output through W_O; none where that is not asked for or not defined."""
     site, nothing = captured.site, {"output_samples": _both([])}
     if not task.output or captured.call is None or not captured.is_plain or site.o is None or task.convention != "wide":
         return nothing
     try:
-        forms = (output_form(captured, some, task.biases) for some in samples_of(captured, task.samples, task.combine))
-        found = [form_spectrum(form, method=task.method, memory_limit=task.memory_limit) for form in forms]
+        chosen = samples_of(captured, task.samples, task.combine)
+        found = [
+            form_spectra(
+                [output_form(captured, some, task.biases)], method=task.method, memory_limit=task.memory_limit,
+                admit=lambda seconds: pace.allows(site.name, 0, len(chosen) * seconds),
+            )[0]
+            for some in chosen
+        ]  # fmt: skip
     except NUMERICAL as error:
         return nothing | {"output_problem": str(error).splitlines()[0]}
     return {"with_output": found[0], "output_samples": _both(found)}

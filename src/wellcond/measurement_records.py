@@ -50,9 +50,9 @@ class HeadReport:
     both_samples: dict[Kappa, tuple[float, ...]] = field(default_factory=lambda: {"strict": (), "pseudo": ()})
     """Both condition numbers, sample by sample."""
     attention: AttentionStatistics | None = None
-    """Of the first sample, or of all samples stacked; None of channel attention and generic forms, and of what is not
-    plain softmax without a Jacobian. Of Nystrom attention it is of the softmax that is approximated, on at most 256
-    tokens."""
+    """Of the first sample, or of all samples stacked; None of channel attention, and where no softmax was seen. Where
+    the head is not plain and there is no Jacobian, it is of the softmax that the model itself computed. Of Nystrom
+    attention it is of the softmax that is approximated, on at most 256 tokens."""
     approximation_error: float | None = None
     """Of Nystrom attention: |Phat - P| / |P| in the Frobenius norm, with P that softmax."""
     diagnosis: HeadDiagnosis | None = None

@@ -8,7 +8,7 @@ process needs room for one whole attention, never for a whole model.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from wellcond.attention.site import AttentionSite, Slot
 from wellcond.attention.watch import Arguments, copy_argument, run, undisturbed
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
-from wellcond.measurement import NUMERICAL, MeasureSettings, measure
+from wellcond.measurement import NUMERICAL, Admit, MeasureSettings, log_slow, measure
 from wellcond.measurement_records import LayerReport, MeasurementReport
 from wellcond.run_facts import run_facts
 
@@ -31,7 +31,14 @@ HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "heads", "n_head")
 
 
 def measure_sharded(
-    model: nn.Module, batch: Any, *, sites: Sequence[AttentionSite], heads: Sequence[int], **options: Any
+    model: nn.Module,
+    batch: Any,
+    *,
+    sites: Sequence[AttentionSite],
+    heads: Sequence[int],
+    admit: Admit | None = None,
+    on_slow: Callable[[float], None] = log_slow,
+    **options: Any,
 ) -> MeasurementReport:
     """`measure`, of these sites and key/value heads; every process must call it, and has the report of the first.
 
@@ -48,7 +55,7 @@ def measure_sharded(
         if torch.distributed.get_rank() != 0 or problem is not None:
             continue
         try:
-            report = _measure_copy(copied, call, heads, options)
+            report = _measure_copy(copied, call, heads, options | {"admit": admit, "on_slow": on_slow})
             settings = {"convention": report.convention, "kappa": report.kappa, "combine": report.combine}
             rows += [replace(row, name=site.name) for row in report.layers]
         except NUMERICAL as error:

@@ -63,6 +63,7 @@ class TrackPoint:
     normalised_entropy: float | None = None
     diagonal_mass: float | None = None
     max_probability: float | None = None
+    logit_std: float | None = None
     dead: bool = False
     seconds: float = 0.0
     """Wall time, in equal shares where several heads were measured together; the only field that is not determined."""
@@ -112,9 +113,14 @@ def numbers_of(head: HeadReport) -> dict[str, Any]:
 
 
 JACOBIAN_FIELDS = ("sigma_max", "sigma_rank", "rank", "nullity", "status")
-ATTENTION_FIELDS = ("entropy", "normalised_entropy", "diagonal_mass", "max_probability")
+ATTENTION_FIELDS = ("entropy", "normalised_entropy", "diagonal_mass", "max_probability", "logit_std")
 JACOBIAN_NUMBERS = ("condition_number", "pseudo_condition_number", "sigma_max", "sigma_rank", "norm_q", "norm_k",
                     "norm_v", "papers_bound_log10", "bound_log10")  # fmt: skip
+
+
+def without_jacobian(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a point whose Jacobian, where there is one, is left out."""
+    return {name: value for name, value in numbers.items() if name not in JACOBIAN_FIELDS + JACOBIAN_NUMBERS}
 
 
 def failed_numbers(jacobian: bool) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,59 +18,50 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
 from wellcond.frames import make_frame
-from wellcond.measurement import NUMERICAL, HeadReport, Kappa, MeasurementReport, MeasureSettings, measure
+from wellcond.jacobian.select import show_seconds
+from wellcond.measurement import NUMERICAL, Admit, HeadReport, Kappa, MeasurementReport, measure
 from wellcond.plots import curves_of, plot_curves
 from wellcond.records import Convention
 from wellcond.run_facts import run_facts
 from wellcond.sharded_measurement import decided_by_first, measure_sharded
-from wellcond.track_points import TrackPoint, failed_numbers, numbers_of
-
-Steps = int | Collection[int]
-Probe = tuple[AttentionSite, int]
-
-
-@dataclass
-class Allowance:
-    """How much time may be spent on measuring: a share of the time spent on training so far, or None for any."""
-
-    budget: float | None
-    training: float = 0.0
-    spent: float = 0.0
-    due: int = 0
-    """Measurements of heads that were due since training began, those outside the budget left out."""
-    made: int = 0
-    costs: dict[Any, float] = field(default_factory=dict)
-
-    def permits(self, key: Any) -> bool:
-        """Whether the next measurement of `key`, at what it cost last time, stays within the budget."""
-        if self.budget is None:
-            return True
-        return self.spent + self.costs.get(key, 0.0) <= self.budget * self.training
-
-    def record(self, key: Any, seconds: float, *, charged: bool = True) -> None:
-        """Note what a measurement cost. The dearest of recent ones is what is expected next."""
-        self.costs[key] = max(seconds, 0.5 * self.costs.get(key, 0.0))
-        if charged:
-            self.spent += seconds
+from wellcond.track_points import TrackPoint, failed_numbers, numbers_of, without_jacobian
+from wellcond.tracking_budget import (
+    Allowance,
+    Heads,
+    Steps,
+    Together,
+    TrackingOptions,
+    Turns,
+    is_due,
+    is_regular,
+    say_slow,
+)
 
 
 class ConditionTracker:
-    """Records condition numbers of weights and Jacobians while a model trains.
+    """Records condition numbers of weights and Jacobians while a model trains, within a budget.
 
     The training is not changed: no gradient, random number, buffer or flag is touched, and losses are the same bit for
-    bit. With a budget, heads are probed in turn, and only while the time spent on it stays below that share of the
-    training time. Without one, all heads are measured in one forward pass at every step that is due.
+    bit. A point has weights (condition numbers, scales) and attention map (entropy, spread of the logits) of every head
+    that is measured, by default the first of each layer. Jacobians cost more: they are measured one head after the
+    other, at points where the budget allows, and are None in all others.
 
-    The first and the last step are always measured, outside the budget, unless steps are listed: then these are. That
-    a step was the last one is known when the tracker is closed: by `close`, or at the end of ``with tracker:``. It then
-    writes one line to standard error, with how many of the measurements that were due the budget allowed.
+    The budget is of everything: what the tracker sets up, forward passes, the first and the last step. These two are
+    measured in any case, without Jacobians unless the time for these was saved by then, and later points wait until
+    the training has earned it. How long a Jacobian takes is known from its size and from earlier ones; one that does
+    not fit is not begun, and one of more than ten seconds is announced in the log of ``wellcond`` before it begins.
+    Without a budget everything that is due is measured, all heads in one forward pass.
+
+    If steps are listed, only these are measured. That a step was the last one is known when the tracker is closed: by
+    `close`, or at the end of ``with tracker:``. It then writes one line to standard error: what was measured, and which
+    share of the training time that took.
 
     Under DistributedDataParallel rank 0 measures and has the points. Sharded weights (FSDP2, tensor parallelism) are
-    gathered, one attention at a time: every rank needs a batch and has to call `step`; each then has the points of
-    rank 0's batch.
+    gathered, one attention layer at a time: every rank needs a batch and has to call `step`; each then has the points
+    of rank 0's batch.
 
-    A head that cannot be measured raises. One that could be, and no longer can because the training diverged, does not:
-    its point has the status ``failed``.
+    If the first point cannot be measured, that raises. If a later one cannot, or a Jacobian, training goes on: the
+    point has the status ``failed``.
 
     Args:
         model: the model that trains: plain, wrapped by torch.compile or DistributedDataParallel, sharded by FSDP2, or
@@ -79,10 +69,10 @@ class ConditionTracker:
         batch: inputs for the probe, kept for the whole run so that values are comparable; or give them to `step`.
         every: probe at multiples of this many steps and at the last one, or at these steps; ``auto`` as often as the
             budget allows.
-        weights_every: at such multiples, or at these steps, measure weights and attention maps only,
-            which takes milliseconds; where the Jacobian is due as well, it is the one that counts.
-        sites: only these attentions.
-        heads: only these key/value heads.
+        weights_every: at such multiples, or at these steps, measure weights and attention maps only;
+            where the Jacobian is due as well, it is the one that counts.
+        sites: only these attention layers.
+        heads: these key/value heads of each layer, or ``"all"``; the first one if None.
         budget: largest share of the training time that measuring may cost; None for no limit.
         first_step: how many steps were trained before. If there were any, nothing is measured now.
         samples: how many samples of the batch to measure.
@@ -90,6 +80,7 @@ class ConditionTracker:
         kappa: which condition number is in the summaries.
         method: of `jacobian_spectrum`.
         clock: the clock, in seconds.
+        on_slow: called once with the seconds expected, before Jacobians that may take more than ten; logs by default.
 
     Raises:
         ValueError: options that make no sense.
@@ -97,7 +88,7 @@ class ConditionTracker:
 
     Example:
         >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        >>> with ConditionTracker(model, torch.randn(1, 5, 8), every=2, budget=None) as tracker:
+        >>> with ConditionTracker(model, torch.randn(1, 5, 8), every=2, heads="all", budget=None) as tracker:
         ...     for _ in range(3):
         ...         model(torch.randn(4, 5, 8)).sum().backward()
         ...         new_points = tracker.step()
@@ -113,7 +104,7 @@ class ConditionTracker:
         every: Steps | Literal["auto"] = "auto",
         weights_every: Steps | None = None,
         sites: Sequence[AttentionSite] | None = None,
-        heads: Sequence[int] | None = None,
+        heads: Heads | None = None,
         budget: float | None = 0.05,
         first_step: int = 0,
         samples: int = 1,
@@ -121,47 +112,50 @@ class ConditionTracker:
         kappa: Kappa = "strict",
         method: str = "auto",
         clock: Callable[[], float] = time.perf_counter,
+        on_slow: Callable[[float], None] = say_slow,
     ) -> None:
-        """Measure step 0, outside the budget: it shows what a probe costs."""
-        _check_steps("every", every if every != "auto" else None)
-        _check_steps("weights_every", weights_every)
-        if budget is not None and not 0 < budget <= 1:
-            raise ValueError(f"budget: expected a share between 0 and 1, or None for no limit, got {budget!r}")
-        if first_step < 0:
+        """Measure weights and attention maps of step 0, which shows what that costs."""
+        asked = TrackingOptions(
+            every=every, weights_every=weights_every, sites=sites, heads=heads, budget=budget, samples=samples,
+            convention=convention, kappa=kappa, method=method,
+        )  # fmt: skip
+        if isinstance(first_step, bool) or not isinstance(first_step, int) or first_step < 0:
             raise ValueError(f"first_step: expected the number of steps trained before, got {first_step!r}")
-        self.options = {"convention": convention, "kappa": kappa, "method": method, "samples": samples}
-        MeasureSettings(**self.options)  # type: ignore[arg-type]
+        begun = clock()
+        self.options = asked.of_measure()
         self.model = unwrap(model)
         self.every, self.weights_every, self.batch, self.clock = every, weights_every, batch, clock
         chosen = find_attention(self.model, strict=False) if sites is None else choose_sites(self.model, sites)
-        self._probes = [
-            (site, head) for site in chosen for head in range(site.num_kv_heads) if heads is None or head in heads
-        ]
+        self._probes = [(site, head) for site in chosen for head in range(site.num_kv_heads) if asked.has_head(head)]
         if not self._probes:
-            raise ValueError("heads: none of the attentions has these heads")
-        self._turns: Iterator[Probe] = itertools.cycle(self._probes)
-        self._next = next(self._turns)
+            raise ValueError(f"heads: none of the attention layers has the heads {heads!r}")
         self._proven = first_step > 0  # that the heads can be measured, as long as their numbers are finite
         self.allowance = Allowance(budget)
+        self._on_slow, self._announced = on_slow, False
+        self.turns = Turns([(site.name, head) for site, head in self._probes], clock, self._say_slow)
+        self.last_seconds: float | None = None
+        """What the Jacobians of all heads took, if they were measured together."""
+        self.refused_seconds: float | None = None
+        """What they were expected to take when `measure_now` was given less."""
         self.points: list[TrackPoint] = []
         self.num_steps = self._first_step = first_step
         self.run = run_facts(self.model, batch) | ({"input": "given to step()"} if batch is None else {})
         self._given: Any = None  # to `step`
         self._closed = False
+        self._due_steps = 0
         reshard_(self.model)  # FSDP2 may have left whole weights, on which nothing shows that they are sharded
         self.is_sharded = any_distributed(self.model)
         self.active = self.is_sharded or _is_first_rank()
-        if self.active and batch is not None and first_step == 0:
-            if _is_due(every, 0):
-                self._measure_outside(self._probes, batch)
-            elif _is_due(weights_every, 0):
-                self._measure(self._probes, batch, jacobian=False, charged=False)
+        self.allowance.spent = clock() - begun
+        if self.active and batch is not None and first_step == 0 and (is_due(every, 0) or is_due(weights_every, 0)):
+            self._due_steps += 1
+            self._measure_point(batch, jacobian=is_due(every, 0))
         self._resumed = self.clock()
 
     @property
     def overhead(self) -> float:
-        """Time spent on measuring since training began, as a share of the time spent on training."""
-        return self.allowance.spent / self.allowance.training if self.allowance.training else 0.0
+        """Time spent on measuring, first and last step included, as a share of that spent on training; NaN before."""
+        return self.allowance.spent / self.allowance.training if self.allowance.training else math.nan
 
     def step(self, batch: Any = None) -> list[TrackPoint]:
         """Call once after every training step; returns what was measured now, usually nothing.
@@ -172,40 +166,19 @@ class ConditionTracker:
         self.allowance.training += self.clock() - self._resumed
         first = self._given is None and batch is not None and self.batch is None and self._first_step == 0
         self._given = batch if batch is not None else self._given
-        measured = self._measure_end(batch) if first else self._measure_due(batch) if self.active else []
+        measured = self._measure_due(batch, first=first) if self.active else []
         self._resumed = self.clock()
         return measured
 
-    def _measure_due(self, batch: Any) -> list[TrackPoint]:
-        measured: list[TrackPoint] = []
-        if _is_due(self.every, self.num_steps):
-            measured = self._take_turns(batch) if self.allowance.budget is not None else self.measure_now(batch)
-        elif not _is_due(self.weights_every, self.num_steps):
+    def _measure_due(self, batch: Any, *, first: bool) -> list[TrackPoint]:
+        first = first and (is_regular(self.every) or is_regular(self.weights_every))
+        jacobian = is_due(self.every, self.num_steps) or (first and is_regular(self.every))
+        if not (first or jacobian or is_due(self.weights_every, self.num_steps)):
             return []
-        elif self._permits("weights"):
-            measured = self.measure_now(batch, jacobian=False)
-        self.allowance.due += len(self._probes)
-        self.allowance.made += len(measured)
-        return measured
-
-    def _measure_end(self, batch: Any) -> list[TrackPoint]:
-        """The heads that were not measured at the present step, which is the first or the last, outside the budget."""
-        jacobian = _is_regular(self.every)
-        if not self.active or not (jacobian or _is_regular(self.weights_every)):
+        self._due_steps += 1
+        if not first and not self._decided(self.allowance.permits_point):
             return []
-        now = [point for point in self.points if point.step == self.num_steps]
-        known = {(point.layer, point.head) for point in now if point.status is not None or not jacobian}
-        missing = [(site, head) for site, head in self._probes if (site.name, head) not in known]
-        if not missing:
-            return []
-        if jacobian:
-            return self._measure_outside(missing, self._batch(batch))
-        return self._measure(missing, self._batch(batch), jacobian=False, charged=False)
-
-    def _measure_outside(self, probes: Sequence[Probe], batch: Any) -> list[TrackPoint]:
-        """Outside the budget: together if there is none, else one by one, which shows what each costs."""
-        together = [probes] if self.allowance.budget is None else [[probe] for probe in probes]
-        return [point for some in together for point in self._measure(some, batch, charged=False)]
+        return self._measure_point(self._batch(batch), jacobian=jacobian)
 
     def close(self, batch: Any = None) -> list[TrackPoint]:
         """Call once after the last training step, on every process: measures it, and writes `summary` to stderr.
@@ -219,10 +192,16 @@ class ConditionTracker:
             return []
         self._closed = True
         batch = next((given for given in (batch, self.batch, self._given) if given is not None), None)
-        trained = self.num_steps > self._first_step and batch is not None
-        measured = self._measure_end(batch) if trained else []
-        if _is_due(self.every, self.num_steps) or _is_due(self.weights_every, self.num_steps):
-            self.allowance.due = max(self.allowance.made, self.allowance.due - len(measured))
+        regular = is_regular(self.every) or is_regular(self.weights_every)
+        measured: list[TrackPoint] = []
+        if self.active and regular and batch is not None and self.num_steps > self._first_step:
+            now = [point for point in self.points if point.step == self.num_steps]
+            incomplete = self.allowance.budget is None and is_regular(self.every) and any(p.status is None for p in now)
+            if not now or incomplete:
+                due = is_due(self.every, self.num_steps) or is_due(self.weights_every, self.num_steps)
+                self._due_steps += not due
+                self.allowance.reserve = 0.0
+                measured = self._measure_point(batch, jacobian=is_regular(self.every))
         if self.active and _is_first_rank():
             print(self.summary(), file=sys.stderr)
         return measured
@@ -237,18 +216,28 @@ class ConditionTracker:
             self.close()
 
     def summary(self) -> str:
-        """How many of the measurements that were due were made, in one line, and how to change that."""
-        budget, due, made = self.allowance.budget, self.allowance.due, self.allowance.made
-        share = f"{self.overhead:.1%} of the training time"
-        counts = f"wellcond: {made} of {due} due measurements ({len(self._probes)} heads, {self.num_steps} steps)"
+        """What was measured and which share of the training time that took, in one line, and how to change that."""
+        budget, names = self.allowance.budget, self.turns.names
+        with_jacobian = [(p.layer, p.head) for p in self.points if p.status not in (None, "failed")]
+        known, jacobians = set(with_jacobian), len(with_jacobian)
+        steps = len({point.step for point in self.points})
+        trained = self.num_steps - self._first_step
+        took = f"{self.overhead:.1%} of the training time" if trained else f"{self.allowance.spent:.2g} s"
+        text = (
+            f"wellcond: measured at {steps} of {self._due_steps} steps that were due ({trained} trained), kappa(J) "
+            f"{jacobians} times ({len(known)} of {len(names)} heads), which took {took}"
+        )
         if budget is None:
-            return f"{counts} were made, which took {share}; budget=0.05 would limit that to 5 %"
-        if self.every == "auto":
-            counts = f"wellcond: {made} measurements ({len(self._probes)} heads, {self.num_steps} steps)"
-        ends = "first and last step are measured besides" if _is_regular(self.every) else "steps are those listed"
+            return f"{text}; budget=0.05 would limit that to 5 %"
+        text += f" with budget={budget:g}"
+        missing = [name for name in names if name not in known]
+        if not missing or not self.active or (not is_regular(self.every) and not self.every):
+            return f"{text}; a larger budget measures more, budget=None all that is due"
+        costs = [self.turns.expected[name] for name in missing if name in self.turns.expected]
+        expected = f" (up to {show_seconds(max(costs))} each)" if costs else ""
         return (
-            f"{counts} were made within budget={budget:g} ({share}); {ends}. For more give a larger budget, or "
-            "budget=None for all that is due"
+            f"{text}; kappa(J) of {len(missing)} heads was not measured{expected}: give a larger budget, fewer tokens, "
+            "or budget=None for all that is due"
         )
 
     def __repr__(self) -> str:
@@ -258,27 +247,34 @@ class ConditionTracker:
             f"ConditionTracker(step {self.num_steps}, {counts}, every={self.every!r}, budget={self.allowance.budget})"
         )
 
-    def measure_now(self, batch: Any = None, *, jacobian: bool = True) -> list[TrackPoint]:
+    def measure_now(self, batch: Any = None, *, jacobian: bool = True, within: float | None = None) -> list[TrackPoint]:
         """Measure every head at the present step in one forward pass, due or not and whatever the budget.
+
+        Args:
+            batch: to measure with; by default the tracker's own.
+            jacobian: False measures weights and attention maps only.
+            within: seconds that this may take. If the Jacobians are expected to take longer, none is in the points;
+                if weights and attention maps alone are, nothing is measured.
 
         Raises: ValueError if there is no batch to probe with.
         """
-        return self._measure(self._probes, self._batch(batch), jacobian=jacobian) if self.active else []
+        if not self.active or (within is not None and not self._shared(jacobian or self.allowance.point <= within)):
+            return []
+        together = None
+        if jacobian and within is not None:
+            together = Together(len(self._probes), within, self.clock, self.last_seconds, self._say_slow)
+        return self._measure_point(self._batch(batch), jacobian=jacobian, whole=True, together=together)
 
-    def _take_turns(self, batch: Any) -> list[TrackPoint]:
-        """One head after the other, at most one round, as far as the budget goes."""
-        probe_batch, measured = self._batch(batch), list[TrackPoint]()
-        for _ in self._probes:
-            site, head = self._next
-            if not self._permits((site.name, head)):
-                break
-            measured += self._measure([self._next], probe_batch)
-            self._next = next(self._turns)
-        return measured
+    def charge(self, seconds: float) -> None:
+        """Count time that a caller spent for the tracker's sake, such as on its batch, as spent on measuring."""
+        self.allowance.spent += seconds
 
-    def _permits(self, key: Any) -> bool:
-        permitted = self.allowance.permits(key)
-        return decided_by_first(permitted) if self.is_sharded and self.allowance.budget is not None else permitted
+    def _decided(self, permitted: bool) -> bool:
+        """What the first process decides, whose clock counts."""
+        return self._shared(permitted) if self.allowance.budget is not None else permitted
+
+    def _shared(self, value: bool) -> bool:
+        return decided_by_first(value) if self.is_sharded else value
 
     def _batch(self, batch: Any) -> Any:
         chosen = self.batch if batch is None else batch
@@ -286,36 +282,56 @@ class ConditionTracker:
             raise ValueError("give a batch to ConditionTracker(model, batch) or to step(batch)")
         return chosen
 
-    def _measure(
-        self, probes: Sequence[Probe], batch: Any, *, jacobian: bool = True, charged: bool = True
+    def _measure_point(
+        self, batch: Any, *, jacobian: bool, whole: bool = False, together: Together | None = None
     ) -> list[TrackPoint]:
-        start = self.clock()
-        found = self._find(probes, batch, jacobian)
-        seconds = self.clock() - start
-        key = (probes[0][0].name, probes[0][1]) if len(probes) == 1 else "all"
-        self.allowance.record(key if jacobian else "weights", seconds, charged=charged)
-        points = []
-        for site, index in probes:
-            head = found[site.name, index]
-            numbers = failed_numbers(jacobian) | {"problem": head} if isinstance(head, str) else numbers_of(head)
-            share = seconds / len(probes)
-            points.append(TrackPoint(step=self.num_steps, layer=site.name, head=index, seconds=share, **numbers))
+        """All heads at the present step: `whole`, or without a budget, with all Jacobians; else with some of them."""
+        begun, turns = self.clock(), self.turns
+        limited = jacobian and not whole and self.allowance.budget is not None
+        if limited:
+            jacobian = self._decided(turns.begin(self.allowance.left - self.allowance.point, self.allowance.point))
+        else:
+            turns.seconds = {}
+        admit = turns.admit if limited else None if together is None else together.admit
+        found = self._find(batch, jacobian, admit)
+        turns.end()
+        seconds = self.clock() - begun
+        on_jacobians = sum(turns.seconds.values())
+        self.allowance.record(seconds, seconds if jacobian and not limited else on_jacobians)
+        refused = together is not None and self._shared(together.refused)
+        self.refused_seconds = together.expected if together is not None and refused else None
+        if together is not None and not refused:
+            self.last_seconds = seconds
+        if is_regular(self.every) or is_regular(self.weights_every):
+            self.allowance.reserve = self.allowance.point
+        share, points = (seconds - on_jacobians) / len(self._probes), []
+        for site, index in self._probes:
+            name, head = (site.name, index), found[site.name, index]
+            failed = isinstance(head, str)
+            numbers = failed_numbers(jacobian) | {"problem": head} if failed else numbers_of(head)  # type: ignore[arg-type]
+            if refused and not failed:
+                numbers = without_jacobian(numbers)
+            took = share + turns.seconds.get(name, 0.0)
+            points.append(TrackPoint(step=self.num_steps, layer=site.name, head=index, seconds=took, **numbers))
         self.points += points
         return points
 
-    def _find(self, probes: Sequence[Probe], batch: Any, jacobian: bool) -> dict[tuple[str, int], HeadReport | str]:
+    def _find(self, batch: Any, jacobian: bool, admit: Admit | None) -> dict[tuple[str, int], HeadReport | str]:
         """The measurement of each head, or why there is none.
 
         Raises: WellcondError if there is none, and never was.
         """
-        sites = list({id(site): site for site, _ in probes}.values())
-        heads = sorted({head for _, head in probes})
-        names = [(site.name, head) for site, head in probes]
+        sites = list({id(site): site for site, _ in self._probes}.values())
+        heads = sorted({head for _, head in self._probes})
+        names = [(site.name, head) for site, head in self._probes]
         try:
             # A probe inside a mixed-precision step is not rounded.
             with torch.autocast(sites[0].q.parameter.device.type, enabled=False):
                 verb = measure_sharded if self.is_sharded else measure
-                report = verb(self.model, batch, sites=sites, heads=heads, jacobian=jacobian, **self.options)  # type: ignore[arg-type]
+                report = verb(
+                    self.model, batch, sites=sites, heads=heads, jacobian=jacobian, admit=admit, on_slow=self._say_slow,
+                    **self.options,
+                )  # fmt: skip
         except NUMERICAL as error:
             if not self._proven:
                 raise
@@ -327,6 +343,12 @@ class ConditionTracker:
             raise WellcondError(f"{missing[0]}: {problems[missing[0]]}")
         self._proven = True
         return {(name, head): found.get((name, head), problems[name]) for name, head in names}
+
+    def _say_slow(self, seconds: float) -> None:
+        """Announce a long measurement once."""
+        if not self._announced:
+            self._announced = True
+            self._on_slow(seconds)
 
     def series(self, quantity: str = "condition_number") -> dict[tuple[str, int], list[tuple[int, Any]]]:
         """One quantity of every head over the steps: {(layer, head): [(step, value), ...]}."""
@@ -372,24 +394,6 @@ class ConditionTracker:
 
 def _by_head(report: MeasurementReport) -> dict[tuple[str, int], HeadReport]:
     return {(layer.name, head.index): head for layer in report.layers for head in layer.heads}
-
-
-def _is_regular(steps: Steps | str | None) -> bool:
-    """Whether steps are not listed, so that the first and the last belong to them."""
-    return steps == "auto" or isinstance(steps, int)
-
-
-def _check_steps(name: str, steps: Any) -> None:
-    if steps is None or (isinstance(steps, int) and steps >= 1):
-        return
-    if isinstance(steps, str) or not isinstance(steps, Collection) or not all(isinstance(s, int) for s in steps):
-        raise ValueError(f"{name}: expected a number of steps or a collection of step numbers, got {steps!r}")
-
-
-def _is_due(steps: Steps | str | None, step: int) -> bool:
-    if isinstance(steps, int):
-        return step % steps == 0
-    return steps is not None and (steps == "auto" or step in steps)  # type: ignore[operator]
 
 
 def _is_first_rank() -> bool:

@@ -1,7 +1,9 @@
 """The real Lightning loop for a few steps: preparing, measuring, logging, checkpoints, resuming, export."""
 
+import copy
 import csv
 import json
+import math
 import warnings
 
 import pytest
@@ -99,7 +101,9 @@ def test_first_and_last_step_are_measured_and_the_budget_is_told(tmp_path, capsy
     fit(tmp_path, callback, max_steps=3)
     assert sorted({p.step for p in callback.points}) == [0, 3]
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wellcond: ")]
-    assert len(said) == 1 and "0 of 0 due measurements" in said[0] and "budget=0.05" in said[0]
+    assert (
+        len(said) == 1 and "measured at 2 of 2 steps" in said[0] and "of the training time with budget=0.05" in said[0]
+    )
 
 
 @pytest.mark.parametrize("options", [EVERY, {"weights_every": 1}, {}], ids=["every", "weights", "budget"])
@@ -237,6 +241,46 @@ def test_bad_input(tmp_path):
     assert callback.points
     fit(tmp_path, callback := WellcondCallback(condition="balanced", measure=False), data=stream)
     assert not callback.points
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"samples": 0}, "samples: expected .* got 0"),
+        ({"every": -1}, "every: expected .* got -1"),
+        ({"every": [-1]}, r"every: expected .* got \[-1\]"),
+        ({"weights_every": True}, "weights_every: expected .* got True"),
+        ({"budget": math.nan}, "budget: expected .* got nan"),
+        ({"budget": -0.5}, "budget: expected .* got -0.5"),
+        ({"heads": 0}, "heads: expected .* got 0"),
+        ({"batch": 3}, "batch: expected what the model is called with .* got 3"),
+        ({"batch": {"labels": 3}}, "batch: expected .* a dict without a tensor"),
+        ({"batch": "text"}, "batch: expected .* got 'text'"),
+        ({"per_layer": 1}, "per_layer: expected True or False, got 1"),
+        ({"export": 3}, "export: expected"),
+        ({"measure": 0}, "measure: expected True or False, got 0"),
+        ({"network": 3}, "network: expected"),
+        ({"init": "calibrated"}, "init='calibrated' sets scales on a batch, and none was given; give batch="),
+    ],
+)
+def test_bad_options_are_found_when_it_is_made(options, said):
+    with pytest.raises(ValueError, match=said):
+        WellcondCallback(**options)
+
+
+def test_calibrated_takes_the_batch(tmp_path):
+    module = Classifier()
+    expected = copy.deepcopy(module.net)
+    torch.manual_seed(3)
+    wc.init_(expected, "calibrated", batch=X[:4])
+    callback = WellcondCallback(init="calibrated", batch=X[:4], network="net", measure=False)
+    torch.manual_seed(3)
+    callback.setup(None, module, "fit")
+    for name, value in expected.state_dict().items():
+        assert torch.equal(module.net.state_dict()[name], value), name
+    again = WellcondCallback(init={"method": "calibrated", "batch": X[4:]}, network="net")
+    with pytest.raises(ValueError, match="was prepared with init='calibrated'"):
+        again.setup(None, module, "fit")
 
 
 def test_a_plain_module_stays_plain(tmp_path):

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import random
 
 import numpy as np
@@ -140,7 +141,9 @@ def test_first_and_last_step_are_measured_and_the_budget_is_told(tmp_path, capsy
     assert sorted({p.step for p in callback.points}) == [0, 3]
     assert [e["step"] for e in trainer.state.log_history if "wellcond/kappa_q_worst" in e] == [0, 3]
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wellcond: ")]
-    assert len(said) == 1 and "0 of 0 due measurements" in said[0] and "budget=0.05" in said[0]
+    assert (
+        len(said) == 1 and "measured at 2 of 2 steps" in said[0] and "of the training time with budget=0.05" in said[0]
+    )
 
 
 def test_the_last_step_is_not_that_of_the_best_checkpoint(tmp_path):
@@ -215,6 +218,63 @@ def test_a_stream_needs_a_batch(tmp_path):
     assert {p.step for p in callback.points} == {0, 2, 4}
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"samples": 0}, "samples: expected .* got 0"),
+        ({"every": -1}, "every: expected .* got -1"),
+        ({"every": [-1]}, r"every: expected .* got \[-1\]"),
+        ({"weights_every": True}, "weights_every: expected .* got True"),
+        ({"budget": math.nan}, "budget: expected .* got nan"),
+        ({"budget": -0.5}, "budget: expected .* got -0.5"),
+        ({"heads": 0}, "heads: expected .* got 0"),
+        ({"batch": 3}, "batch: expected what the model is called with .* got 3"),
+        ({"batch": {"labels": 3}}, "batch: expected .* a dict without a tensor"),
+        ({"batch": "text"}, "batch: expected .* got 'text'"),
+        ({"per_layer": 1}, "per_layer: expected True or False, got 1"),
+        ({"export": 3}, "export: expected"),
+    ],
+)
+def test_bad_options_are_found_when_it_is_made(options, said):
+    with pytest.raises(ValueError, match=said):
+        WellcondCallback(**options)
+
+
+def test_calibrated_takes_a_batch():
+    batch = inputs("bert")
+    torch.manual_seed(0)
+    prepared = prepare(bert(), init="calibrated", batch=batch)
+    torch.manual_seed(0)
+    expected = wc.init_(bert(), "calibrated", batch=batch)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(prepared.state_dict()[name], value), name
+    torch.manual_seed(0)
+    inside = prepare(bert(), init={"method": "calibrated", "batch": batch, "logits": 2.0})
+    assert any(not torch.equal(a, b) for a, b in zip(inside.parameters(), prepared.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("batch", "said"), [(None, "none was given; give batch="), (3, "batch: expected .* got 3")])
+def test_calibrated_without_a_batch_leaves_the_model_as_it_was(batch, said):
+    model = bert()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=said):
+        prepare(model, init="calibrated", condition="balanced", batch=batch)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_jacobians_are_logged_where_they_are_new_and_the_overhead_counts_everything(tmp_path):
+    trainer = make_trainer(bert(), "bert", tmp_path)
+    callback = WellcondCallback(every={2}, weights_every=1, budget=None).add_to(trainer)
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "wellcond/kappa_q_worst" in entry]
+    assert [("wellcond/kappa_jacobian_worst" in entry, "wellcond/logit_std" in entry) for entry in history] == [
+        (entry["step"] == 2, True) for entry in history
+    ]
+    spent = [entry["wellcond/seconds"] for entry in history]
+    assert spent == sorted(spent) and 0 < spent[0] and spent[-1] >= sum(p.seconds for p in callback.points)
+    assert "wellcond/overhead" not in history[0] and history[-1]["wellcond/overhead"] > 0
+
+
 def test_an_option_that_does_not_exist():
     with pytest.raises(wc.UnknownChoiceError, match="evry"):
         WellcondCallback(evry=2)
@@ -233,7 +293,7 @@ def test_mixed_precision_is_measured_unrounded(tmp_path):
     trainer.train()
     last = [p for p in callback.points if p.step == 4]
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    report = wc.measure(model, inputs("bert"))
+    report = wc.measure(model, inputs("bert"), heads=[0])
     assert [h.jacobian.sigma_max for layer in report.layers for h in layer.heads] == [p.sigma_max for p in last]
 
 

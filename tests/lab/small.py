@@ -22,7 +22,7 @@ SETTINGS = (
     "training={length: {steps: 24}, batch_size: 32, threads: 1, log_every: 5}",
     "evaluation={every: {steps: 8}, batch_size: 250}",
     "checkpoint={every: {steps: 7}}",
-    "tracking={weights_every: {steps: 10}, jacobian_points: 3}",
+    "tracking={weights_every: {steps: 10}, jacobian_points: 3, heads: all, budget: null}",
     "seeds=[0, 1]",
     "methods=[default, conditioned]",
 )

@@ -80,7 +80,7 @@ def measure(
     try:
         found = measure(
             built, batch, **numbers, convention=convention, samples=samples, resume=resume,  # type: ignore[arg-type]
-            progress=lambda heads: track(heads, "heads", console=make_console(stderr=True)),
+            progress=lambda heads: track(heads, "heads", console=make_console(stderr=True)), on_slow=_say_slow,
         )  # fmt: skip
     except WellcondError:
         raise
@@ -92,6 +92,16 @@ def measure(
     for refusal in scan_attention(built).refusals:
         echo(f"not understood: {refusal}")
     _write(found, output, html)
+
+
+def _say_slow(seconds: float) -> None:
+    from wellcond.jacobian.select import show_seconds
+
+    typer.echo(
+        f"this is expected to take up to {show_seconds(seconds)}: --layers, --heads or fewer --tokens make that less, "
+        "--resume FILE keeps what is measured if you interrupt it",
+        err=True,
+    )
 
 
 def _build(

@@ -85,6 +85,9 @@ def run_jobs(jobs: Sequence[Job], asked: int | None, *, quiet: bool, ray: RaySet
             elif len(jobs) > 1:  # the failure of a single run ends the command
                 tell(f"{place}: [red]failed[/]: {escape(event['problem'].splitlines()[0])}")
             return
+        if kind == "note":
+            tell(f"{title}: {escape(event['text'])}")
+            return
         if kind == "lost":
             tell(f"{title}: [yellow]starting again[/], {escape(event['problem'])}")
         if key not in tasks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import math
 import random
@@ -20,7 +21,7 @@ from wellcond.conditioning.methods import METHODS as CORRECTIONS
 from wellcond.errors import UnknownChoiceError, check_method
 from wellcond.init.apply import check_options, init_
 from wellcond.init.plan import METHODS as INITIALISATIONS
-from wellcond.tracking import ConditionTracker
+from wellcond.tracking_budget import TrackingOptions
 
 Choice = str | Mapping[str, Any]
 
@@ -37,11 +38,19 @@ def read_choice(what: str, choice: Choice) -> tuple[str, dict[str, Any]]:
     return choice["method"], {key: value for key, value in choice.items() if key != "method"}
 
 
-def check_choices(init: Choice | None, condition: Choice | None) -> None:
-    """Raise what `init_` and `condition_` would raise about methods and options, before there is a model."""
+def check_choices(init: Choice | None, condition: Choice | None, batch: Any = None) -> None:
+    """Raise what `init_` and `condition_` would raise about methods and options, before there is a model.
+
+    `batch` is what an initialisation that measures, such as ``calibrated``, runs the model on.
+    """
     if init is not None:
         method, options = read_choice("init", init)
         check_method("init_", method, sorted(INITIALISATIONS), instead='condition="{got}"')
+        if takes_batch(method) and options.get("batch", batch) is None:
+            raise ValueError(
+                f"init={method!r} sets scales on a batch, and none was given; give batch=..., what the model is called "
+                "with: a tensor, a mapping of its arguments, or a tuple of them. A few samples suffice"
+            )
         check_options(method, {key: value for key, value in options.items() if key not in ("sites", "generator")})
     if condition is not None:
         method, options = read_choice("condition", condition)
@@ -49,19 +58,52 @@ def check_choices(init: Choice | None, condition: Choice | None) -> None:
         make_method(method, {k: v for k, v in options.items() if k not in ("sites", "projections", "num_tokens")})
 
 
-def apply_choices(model: nn.Module, init: Choice | None, condition: Choice | None) -> nn.Module:
-    """Initialise, then condition, in place.
+def apply_choices(model: nn.Module, init: Choice | None, condition: Choice | None, batch: Any = None) -> nn.Module:
+    """Initialise, then condition, in place; `batch` is for an initialisation that takes one.
 
     Raises: as `init_` and `condition_`; whatever can be checked is checked before the model is touched.
     """
-    check_choices(init, condition)
+    check_choices(init, condition, batch)
     if init is not None:
         method, options = read_choice("init", init)
+        if takes_batch(method):
+            given = options.get("batch", batch)
+            options = options | {"batch": on_device(given, next(model.parameters()).device)}
         init_(model, method, **options)
     if condition is not None:
         method, options = read_choice("condition", condition)
         condition_(model, method, **options)
     return model
+
+
+def takes_batch(method: str) -> bool:
+    """Whether an initialisation runs the model on a batch."""
+    return "batch" in inspect.signature(INITIALISATIONS[method]).parameters
+
+
+def without_batch(init: Choice | None) -> Choice | None:
+    """What names an initialisation, without the tensors that it runs on."""
+    return init if init is None or isinstance(init, str) else {k: v for k, v in init.items() if k != "batch"}
+
+
+def check_batch(batch: Any) -> None:
+    """Raise ValueError for a batch that no model can be called with: neither tensors nor a function of the model."""
+    if batch is None or isinstance(batch, torch.Tensor) or callable(batch):
+        return
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    if not any(isinstance(part, torch.Tensor) for part in parts):
+        found = f"{batch!r:.80}" if not parts else f"a {type(batch).__name__} without a tensor"
+        raise ValueError(
+            "batch: expected what the model is called with (a tensor, a mapping of its arguments, or a tuple of them), "
+            f"got {found}"
+        )
+
+
+def check_switches(**switches: Any) -> None:
+    """Raise ValueError for a value other than True or False."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: expected True or False, got {value!r}")
 
 
 def conditionings(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -71,14 +113,12 @@ def conditionings(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def check_tracking_options(options: Mapping[str, Any]) -> None:
-    """Raise UnknownChoiceError for an option that `ConditionTracker` does not have."""
-    known = [name for name in inspect.signature(ConditionTracker).parameters if name not in NOT_OPTIONS]
+    """Raise what `ConditionTracker` would raise about its options, before there is a model."""
+    known = [field.name for field in dataclasses.fields(TrackingOptions)]
     for name in options:
         if name not in known:
             raise UnknownChoiceError("option of ConditionTracker", name, known)
-
-
-NOT_OPTIONS = ("model", "batch", "first_step", "clock")
+    TrackingOptions(**options)
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
 """Lightning: a callback that prepares the module, measures it, and keeps its checkpoints plain.
 
-Trainer(callbacks=[WellcondCallback(init="conditioned", condition="balanced", network="model")])
+Trainer(callbacks=[WellcondCallback(init="calibrated", batch=images, network="model")])
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from wellcond.errors import CheckpointMismatchError, needs_extra
 from wellcond.integrations.common import (
     Choice,
     apply_choices,
+    check_batch,
     check_choices,
+    check_switches,
     check_tracking_options,
     conditionings,
     first_samples,
     on_device,
+    without_batch,
     without_labels,
 )
 from wellcond.integrations.watch import Watch
@@ -52,19 +56,21 @@ class WellcondCallback(pl.Callback):
     each step is a line of ``wellcond.jsonl`` in the log folder. Measuring does not change the training.
 
     Args:
-        init: a method of `init_`, or ``{"method": ..., **options}``. Leave it out for weights that were loaded.
+        init: a method of `init_`, or ``{"method": ..., **options}``; ``calibrated`` needs `batch`. Leave it out for
+            weights that were loaded.
         condition: a method of `condition_`, or ``{"method": ..., **options}``.
         network: name of the attribute with the network, such as ``"model"``; the LightningModule itself by default,
             which then needs a `forward` to be measured.
-        batch: what the network is called with to measure it, kept for the whole run; by default the first samples of
-            the training data, of which the first part if they are a sequence, all but labels if they are a dictionary.
+        batch: what the network is called with to calibrate and to measure it, kept for the whole run. For measuring
+            alone it is by default the first samples of the training data, of which the first part if they are a
+            sequence, all but labels if they are a dictionary.
         measure: False not to measure.
         per_layer: summaries of each layer as well as of the network.
         export: file named ``.safetensors`` to which the effective weights of the network are written at the end.
         **options: of `ConditionTracker`: `every`, `weights_every`, `budget`, `samples`, `heads`, ...
 
     Raises:
-        UnknownChoiceError, ValueError: a method or an option that does not exist.
+        UnknownChoiceError, ValueError: a method or an option that does not exist, or a value that makes no sense.
         CheckpointMismatchError: when training resumes from a checkpoint of another conditioning.
     """
 
@@ -81,9 +87,13 @@ class WellcondCallback(pl.Callback):
         **options: Any,
     ) -> None:
         """Check the choices and options."""
-        check_choices(init, condition)
+        check_batch(batch)
+        check_choices(init, condition, batch)
         check_tracking_options(options)
-        if export is not None and Path(export).suffix != ".safetensors":
+        check_switches(measure=measure, per_layer=per_layer)
+        if not isinstance(network, str):
+            raise ValueError(f"network: expected the name of a part of the module, got {network!r:.80}")
+        if export is not None and (not isinstance(export, (str, os.PathLike)) or Path(export).suffix != ".safetensors"):
             raise ValueError(f"export: expected a file named *.safetensors, got {str(export)!r}")
         self.init, self.condition, self.network, self.batch = init, condition, network, batch
         self.measure, self.per_layer, self.export, self.options = measure, per_layer, export, options
@@ -99,13 +109,13 @@ class WellcondCallback(pl.Callback):
         """Prepare the network, once, and let its checkpoints hold effective weights."""
         if stage != "fit" or (self.init is None and self.condition is None):
             return
-        network, choices = self._network(pl_module), (self.init, self.condition)
+        network, choices = self._network(pl_module), (without_batch(self.init), self.condition)
         prepared = unwrap(network).__dict__  # of the network, which may be another one than in an earlier fit
         former = prepared.get(PREPARED)
         if former is not None and former != choices:
             raise ValueError(
                 f"this module was prepared with init={former[0]!r}, condition={former[1]!r} by an earlier fit, and is "
-                f"now asked for init={self.init!r}, condition={self.condition!r}; leave them out to train it as it is, "
+                f"now asked for init={choices[0]!r}, condition={choices[1]!r}; leave them out to train it as it is, "
                 "or build the module again"
             )
         if former is not None and self.condition is not None and not is_conditioned(network):
@@ -114,7 +124,7 @@ class WellcondCallback(pl.Callback):
                 "it as it is, or call wellcond.condition_ on it to train with a correction of the folded weights"
             )
         if former is None:
-            apply_choices(network, self.init, self.condition)
+            apply_choices(network, self.init, self.condition, self.batch)
             prepared[PREPARED] = choices
             # Instance attributes, because Lightning asks the module, not callbacks, before weights are loaded, and
             # only the module where weights alone are saved.
@@ -132,6 +142,7 @@ class WellcondCallback(pl.Callback):
         """Measure step 0, or resume at the step of a checkpoint."""
         if not self.measure:
             return
+        begun = time.perf_counter()
         folder = trainer.log_dir or trainer.default_root_dir
         self.watch = Watch(
             self._network(pl_module),
@@ -139,6 +150,7 @@ class WellcondCallback(pl.Callback):
             file=Path(folder, "wellcond.jsonl") if trainer.is_global_zero else None,
             per_layer=self.per_layer,
             first_step=trainer.global_step,
+            begun=begun,
             **self.options,
         )
         self.watch.latest = self._latest | self.watch.latest

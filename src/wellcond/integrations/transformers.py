@@ -1,6 +1,6 @@
 """Hugging Face's Trainer: `prepare` a model, let `WellcondCallback` measure it, `export` it.
 
-model = prepare(model, init="conditioned", condition="balanced")
+model = prepare(model, init="calibrated", batch=batch)
 trainer = Trainer(model, ...)
 WellcondCallback(every=500).add_to(trainer)
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,8 @@ from wellcond.errors import CheckpointMismatchError, WeightError, needs_extra
 from wellcond.integrations.common import (
     Choice,
     apply_choices,
+    check_batch,
+    check_switches,
     check_tracking_options,
     conditionings,
     first_samples,
@@ -56,7 +59,9 @@ CONSOLE = tuple(
 """What tells most, in that order."""
 
 
-def prepare(model: nn.Module, *, init: Choice | None = None, condition: Choice | None = None) -> nn.Module:
+def prepare(
+    model: nn.Module, *, init: Choice | None = None, condition: Choice | None = None, batch: Any = None
+) -> nn.Module:
     """Initialise and condition a model for `Trainer`, in place, and have its checkpoints hold effective weights.
 
     A checkpoint of a conditioned model then loads in plain `AutoModel.from_pretrained` and computes the same; the raw
@@ -67,12 +72,14 @@ def prepare(model: nn.Module, *, init: Choice | None = None, condition: Choice |
 
     Args:
         model: as built; or loaded with `from_pretrained`, without `init`, which would overwrite what was loaded.
-        init: a method of `init_`, or ``{"method": ..., **options}``.
+        init: a method of `init_`, or ``{"method": ..., **options}``; ``calibrated`` needs `batch`.
         condition: a method of `condition_`, or ``{"method": ..., **options}``.
+        batch: what the model is called with to calibrate it: a tensor, a mapping of its arguments, or a tuple of them,
+            such as a few samples of the training data through the data collator.
 
     Returns: the same model.
 
-    Raises: as `init_` and `condition_`.
+    Raises: as `init_` and `condition_`; ValueError if there is no batch for an `init` that needs one.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -82,7 +89,8 @@ def prepare(model: nn.Module, *, init: Choice | None = None, condition: Choice |
         >>> conditioning_of(model)["method"]
         'polar'
     """
-    apply_choices(model, init, condition)
+    check_batch(batch)
+    apply_choices(model, init, condition, batch)
     _set_up_saving(model)
     return model
 
@@ -177,7 +185,7 @@ class WellcondCallback(TrainerCallback):
         **options: of `ConditionTracker`: `every`, `weights_every`, `budget`, `samples`, `heads`, `sites`, ...
 
     Raises:
-        UnknownChoiceError: an option that does not exist.
+        UnknownChoiceError, ValueError: an option that does not exist, or a value that makes no sense.
         CheckpointMismatchError: when training resumes from a checkpoint of another conditioning.
     """
 
@@ -185,7 +193,11 @@ class WellcondCallback(TrainerCallback):
         self, batch: Any = None, *, per_layer: bool = False, export: str | None = None, **options: Any
     ) -> None:
         """Check the options."""
+        check_batch(batch)
         check_tracking_options(options)
+        check_switches(per_layer=per_layer)
+        if export is not None and not isinstance(export, str):
+            raise ValueError(f"export: expected the name of a folder inside the output folder, got {export!r}")
         self.batch, self.per_layer, self.export_folder, self.options = batch, per_layer, export, options
         self.watch: Watch | None = None
         self._trainer: weakref.ref[Trainer] | None = None
@@ -202,7 +214,8 @@ class WellcondCallback(TrainerCallback):
         return [] if self.watch is None else self.watch.tracker.points
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Measure step 0, or resume at the step of a checkpoint."""
+        """Measure step 0, weights and attention maps within a budget, or resume at the step of a checkpoint."""
+        begun = time.perf_counter()
         model = unwrap(parts["model"])
         self._check_resumed(model, state)
         if is_conditioned(model):
@@ -221,6 +234,7 @@ class WellcondCallback(TrainerCallback):
                 file=Path(args.output_dir, "wellcond.jsonl") if state.is_world_process_zero else None,
                 per_layer=self.per_layer,
                 first_step=state.global_step,
+                begun=begun,
                 **self.options,
             )
         self._log(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,10 @@ SUMMARIES: Summaries = [
     *((f"sigma_max_{role}", f"sigma_max_{role}", geometric_mean) for role in "qkv"),
     *((f"sigma_min_{role}", f"sigma_min_{role}", geometric_mean) for role in "qkv"),
     ("entropy", "normalised_entropy", mean),
+    ("logit_std", "logit_std", mean),
     ("dead_heads", "dead", sum),
 ]
+OF_JACOBIAN = ("condition_number", "pseudo_condition_number", "sigma_max", "sigma_rank")
 FIELDS = list(dict.fromkeys(field for _, field, _ in SUMMARIES))
 
 
@@ -48,6 +51,7 @@ class Watch:
         file: where every point is added as a line of JSON; None for no file.
         per_layer: summaries of each layer as well as of the model.
         first_step: steps trained before. Lines of later steps, from a run that was cut off, are removed.
+        begun: when the caller began to prepare for measuring, by `time.perf_counter`: that counts as measuring.
         **options: of `ConditionTracker`.
     """
 
@@ -59,16 +63,19 @@ class Watch:
         file: Path | None,
         per_layer: bool = False,
         first_step: int = 0,
+        begun: float | None = None,
         **options: Any,
     ) -> None:
         """Measure step 0, if it is due and training starts there."""
+        begun = time.perf_counter() if begun is None else begun
         self.file, self.per_layer = file, per_layer
         self.latest: dict[tuple[str, int], dict[str, float]] = {}
-        self.unlogged = False
+        self.unlogged = self.unlogged_jacobian = False
         if file is not None:
             _keep_lines_until(file, first_step)
         self.tracker = ConditionTracker(model, batch, first_step=first_step, **options)
         self._take(self.tracker.points)
+        self.tracker.charge(time.perf_counter() - begun - self.tracker.allowance.spent)  # what it has not counted
 
     def step(self) -> list[TrackPoint]:
         """Call after every step of the optimiser; what was measured now."""
@@ -86,6 +93,7 @@ class Watch:
         if not points:
             return
         self.unlogged = True
+        self.unlogged_jacobian |= any(point.condition_number is not None for point in points)
         for point in points:
             values = {field: getattr(point, field) for field in FIELDS}
             # A head measured without its Jacobian keeps the Jacobian of last time.
@@ -96,16 +104,22 @@ class Watch:
                 out.writelines(point.to_line(self.tracker.run) + "\n" for point in points)
 
     def new_summary(self) -> dict[str, float]:
-        """The latest numbers of all heads, if some are new."""
+        """The latest numbers of all heads, if some are new; those of Jacobians only where one of these is."""
         if not self.unlogged:
             return {}
-        self.unlogged = False
-        summary = _summarise_all("wellcond/", list(self.latest.values()))
+        left_out = () if self.unlogged_jacobian else OF_JACOBIAN
+        latest = {head: {field: value for field, value in numbers.items() if field not in left_out}
+                  for head, numbers in self.latest.items()}  # fmt: skip
+        self.unlogged = self.unlogged_jacobian = False
+        summary = _summarise_all("wellcond/", list(latest.values()))
         if self.per_layer:
-            for layer in dict.fromkeys(layer for layer, _ in self.latest):
-                heads = [numbers for (name, _), numbers in self.latest.items() if name == layer]
+            for layer in dict.fromkeys(layer for layer, _ in latest):
+                heads = [numbers for (name, _), numbers in latest.items() if name == layer]
                 summary |= _summarise_all(f"wellcond/{layer}/", heads)
-        return summary | {"wellcond/overhead": self.tracker.overhead}
+        summary["wellcond/seconds"] = self.tracker.allowance.spent
+        if math.isfinite(self.tracker.overhead):  # something was trained
+            summary["wellcond/overhead"] = self.tracker.overhead
+        return summary
 
 
 def summarise(prefix: str, heads: list[dict[str, Any]], summaries: Summaries) -> dict[str, float]:

@@ -34,6 +34,8 @@ class AttentionStatistics:
     diagonal_mass: float
     """Mean probability of a token for itself; NaN under cross attention."""
     max_probability: float
+    logit_std: float = math.nan
+    """Standard deviation of a token's logits over the keys it attends to, those with a probability above zero."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,17 @@ def _statistics(p: Tensor, visible: Tensor, own: Tensor | None) -> list[Attentio
     entropy, several = -torch.xlogy(p, p).sum(-1), visible > 1
     normalised = torch.where(several, entropy / visible.clamp_min(2).log(), 0.0).sum(-1) / several.sum(-1)
     diagonal = torch.full_like(normalised, math.nan) if own is None else own.mean(-1)
-    numbers = torch.stack([entropy.mean(-1), normalised, diagonal, p.amax(-1).mean(-1)], dim=-1)
+    numbers = torch.stack([entropy.mean(-1), normalised, diagonal, p.amax(-1).mean(-1), _logit_std(p)], dim=-1)
     return [AttentionStatistics(*row) for row in numbers.tolist()]
+
+
+def _logit_std(p: Tensor) -> Tensor:
+    """Of each map: log P differs from the logits by a constant per row, which a standard deviation does not see."""
+    seen = p > 0
+    count = seen.sum(-1)
+    logits = torch.where(seen, p, 1.0).log()
+    centred = torch.where(seen, logits - (logits.sum(-1) / count)[..., None], 0.0)
+    return (centred.square().sum(-1) / count).sqrt().mean(-1)
 
 
 def is_collapsed(head: Head, statistics: AttentionStatistics) -> bool:

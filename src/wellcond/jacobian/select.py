@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -83,9 +84,30 @@ AGREEMENT_OF_OUTPUT: Final = 1e-9
 AGREEMENT_OF_PRODUCT: Final = 1e-6
 """The same of J J^T u: iterations inside a module (Nystrom) amplify rounding, in automatic differentiation most."""
 
+# --- time: what is announced, or not begun ---------------------------------------------------------------------------
+# One thread of a common processor, in the worse of the cases that a route can end in: an SVD of J, where squaring loses
+# the small singular values, takes ten times as long as the eigenvalues of its Gram matrix.
+
+SLOW_SECONDS: Final = 10.0
+"""Whatever is expected to take longer is announced before it begins."""
+DECOMPOSED_PER_SECOND: Final = 1.2e9
+"""Cubes of the smaller side: 0.8 s at 1024, 25 s at 3072."""
+FACTORISED_PER_SECOND: Final = 4e10
+"""Cubes of the number of outputs: 6 s at 6200, 110 s at 16384 if the factor has to be in float64, half of it if not."""
+OPERATIONS_PER_SECOND: Final = 1e9
+"""Of everything that is not a large product of matrices."""
+
 
 class MemoryLimitError(WellcondError, MemoryError):
     """A method would need more memory than there is."""
+
+
+class TooLongError(WellcondError):
+    """A spectrum was not begun, because it is expected to take longer than it may."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"kappa(J) was not measured: it was expected to take up to {show_seconds(seconds)}")
+        self.seconds = seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,6 +254,43 @@ class Task:
     convention: Convention
     rtol: float
     limit: int
+
+
+def expected_seconds(task: Task) -> float:
+    """Seconds that a spectrum may take after its route was chosen; next to none where both ends are known by then."""
+    route, n, parameters = task.choice.route, task.structure.num_outputs, task.structure.num_parameters
+    if route == "closed form":
+        return 0.0
+    if route == "dense":
+        return n * parameters * min(n, parameters) / DECOMPOSED_PER_SECOND
+    built = task.form.table_entries / OPERATIONS_PER_SECOND
+    if route == "cholesky":
+        return built + n**3 / FACTORISED_PER_SECOND
+    if route in ("products", "exhaustive products"):
+        steps = n if route == "exhaustive products" else LANCZOS_STEPS
+        return 2 * steps * n * (steps + 1000) / OPERATIONS_PER_SECOND
+    return built + task.form.gram_side**3 / DECOMPOSED_PER_SECOND
+
+
+def check_admitted(tasks: Sequence[Task], admit: Callable[[float], bool] | None) -> None:
+    """Raise TooLongError unless tasks that are about to begin may."""
+    if admit is None:
+        return
+    seconds = sum(expected_seconds(task) for task in tasks)
+    if not admit(seconds):
+        raise TooLongError(seconds)
+
+
+def show_seconds(seconds: float) -> str:
+    """A duration in the unit that suits it.
+
+    Example:
+        >>> show_seconds(0.25), show_seconds(42.0), show_seconds(5400.0)
+        ('0.25 s', '42 s', '1.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.2g} min" if seconds < 5400 else f"{seconds / 3600:.2g} h"
 
 
 def from_singular_values(task: Task, sigma: Tensor, reason: str | None = None) -> JacobianSpectrum:

@@ -27,6 +27,7 @@ from wellcond.jacobian.select import (
     Route,
     Task,
     available_bytes,
+    check_admitted,
     choose_method,
     from_singular_values,
     make_record,
@@ -129,8 +130,12 @@ def form_spectra(
     method: str = "auto",
     rtol: float | None = None,
     memory_limit: int | None = None,
+    admit: Callable[[float], bool] | None = None,
 ) -> list[JacobianSpectrum]:
-    """Spectra of forms of one class and shape; all that take the route ``gram`` are decomposed together."""
+    """Spectra of forms of one class and shape; all that take the route ``gram`` are decomposed together.
+
+    Raises: as `jacobian_spectrum`; TooLongError if `admit`, asked with the seconds expected, says no.
+    """
     limit = available_bytes(forms[0].device) if memory_limit is None else memory_limit
     tasks = []
     for form, structure in zip(forms, type(forms[0]).structures(forms), strict=True):
@@ -138,6 +143,7 @@ def form_spectra(
         shape = (structure.num_outputs, structure.num_parameters)
         used = default_rtol(shape) if rtol is None else rtol
         tasks.append(Task(form, structure, choice, convention, used, limit))
+    check_admitted(tasks, admit)
     found: dict[Task, JacobianSpectrum] = {}
     for route in {task.choice.route for task in tasks}:
         together = [task for task in tasks if task.choice.route == route]

@@ -113,8 +113,11 @@ class TrackingSettings(Settings):
     jacobian_points: Annotated[int, Field(ge=0, le=10_000)] = 12
     """How often to measure the Jacobian: first, last, and logarithmically spaced between."""
     samples: PositiveInt = 1
-    heads: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
-    """Only these key/value heads of each layer."""
+    heads: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | Literal["all"] | None = None
+    """These key/value heads of each layer, or all; null: the first."""
+    budget: Annotated[float, Field(gt=0, le=1)] | None = 0.1
+    """Share of the training time, or ten seconds if that is more, beyond which the Jacobian is not measured: of all
+    chosen heads at a step or of none. null: whatever is due is measured, however long it takes."""
 
 
 class LoggingSettings(Settings):

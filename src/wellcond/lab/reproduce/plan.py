@@ -111,7 +111,13 @@ def _plan_study(name: str, variant: str, asked: Sequence[str], scale: str, optio
     settings = study.at(scale)
     assert settings is not None, f"the study {name} is not run at scale {scale}"
     methods = tuple(MethodSettings.model_validate(text) for text in study.methods or dict.fromkeys(asked))
-    changes = [*settings.settings, *(catalogue().variants[variant].settings if variant else ()), *options.overrides]
+    # What the papers measured is measured, however long that takes.
+    changes = [
+        "tracking.budget=null",
+        *settings.settings,
+        *(catalogue().variants[variant].settings if variant else ()),
+        *options.overrides,
+    ]
     recipe, _ = load_recipe(settings.recipe, scale=scale, overrides=changes)
     of_study = recipe.seeds if settings.seeds is None else tuple(range(settings.seeds))
     seeds = of_study if options.seeds is None else options.seeds[: settings.seeds]

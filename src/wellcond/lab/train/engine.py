@@ -77,7 +77,7 @@ class Engine:
         """Weights and buffers of the best evaluation so far, on the CPU."""
         self.state = TrainState()
         self.budget = TimeBudget(training.hours, self.clock, accelerator)
-        self.log = ConditioningLog(recipe, task, self.model, accelerator, per_epoch)
+        self.log = ConditioningLog(recipe, task, self.model, accelerator, per_epoch, self._note)
         self.model, self.optimizer = accelerator.prepare(self.model, recipe.optimizer.build(self.model))
         self.evaluated_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Inside, the model has the average, if that is what is evaluated."""
@@ -308,13 +308,16 @@ class Engine:
     def _track(self, group: str, values: dict[str, Any]) -> None:
         self.accelerator.log({f"{group}/{name}": value for name, value in values.items()}, step=self.state.step)
 
+    def _note(self, text: str) -> None:
+        self.observer({"event": "note", "text": text})
+
     def _measure_if_due(self, *, last: bool) -> None:
         step = self.state.step
         if (due := self.log.due(step, last=last)) is None:
             return
         with self.clock.spent_on("measuring"):
             self.observer({"event": "phase", "phase": "measuring"})
-            points = self.log.measure(step, jacobian=due == "jacobian")
+            points = self.log.measure(step, jacobian=due == "jacobian", seconds=self.clock.now())
             if points and self.is_main:
                 place = {"step": step, "epoch": self.epoch}
                 self.folder.append("conditioning.jsonl", (place | point.to_json_dict() for point in points))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, geometric_mean
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from wellcond.attention.distributed import reshard_, unwrap
 from wellcond.attention.find import find_attention
 from wellcond.integrations.watch import Summaries, summarise
+from wellcond.jacobian.select import show_seconds
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Samples, evaluating
@@ -107,17 +108,29 @@ def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
     return frozenset({0, num_steps} | {round(math.exp(math.log(num_steps) * k / between)) for k in range(between)})
 
 
+FREE_SECONDS = 10.0
+"""What measuring may take in a run however short its training is, so that small models are measured at every step."""
+
+
 class ConditioningLog:
     """A `ConditionTracker` on rank 0; on every rank if weights are sharded, which gathers one attention at a time.
 
     Where Accelerate made the forward pass round to half precision, a plain copy on rank 0 is brought up to date and
-    measured instead; under FSDP2 only the inputs of an attention are rounded.
+    measured instead; under FSDP2 only the inputs of an attention are rounded. Jacobians that the recipe's budget does
+    not allow are left out, and `notify` is called with a line that says so.
     """
 
     def __init__(
-        self, recipe: Recipe, task: AbstractTask, plain: nn.Module, accelerator: Any, steps_per_epoch: int
+        self,
+        recipe: Recipe,
+        task: AbstractTask,
+        plain: nn.Module,
+        accelerator: Any,
+        steps_per_epoch: int,
+        notify: Callable[[str], None],
     ) -> None:
         """Make it before Accelerate prepares the model: only then can it be copied."""
+        self._notify, self._notified = notify, False
         self.settings, self.task, self.accelerator = recipe.tracking, task, accelerator
         num_steps, every = recipe.training.length.in_steps(steps_per_epoch), recipe.tracking.weights_every
         self.jacobian = jacobian_steps(recipe.tracking.jacobian_points, num_steps)
@@ -141,7 +154,7 @@ class ConditioningLog:
             return
         measured = unwrap(model) if self._copy is None else self._copy
         settings, most = self.settings, max(site.num_kv_heads for site in find_attention(measured, strict=False))
-        if settings.heads is not None and min(settings.heads) >= most:
+        if isinstance(settings.heads, tuple) and min(settings.heads) >= most:
             raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {settings.heads}")
         probe: Any = self.task.probe(settings.samples)
         if self._copy is None:
@@ -149,8 +162,12 @@ class ConditioningLog:
 
             probe = send_to_device(probe, self.accelerator.device)
         self._tracker = ConditionTracker(
-            measured, probe, every=(), heads=settings.heads, budget=None, first_step=step, samples=settings.samples
-        )
+            measured, probe, every=(), heads=settings.heads, budget=None, first_step=step, samples=settings.samples,
+            on_slow=self._say_slow,
+        )  # fmt: skip
+
+    def _say_slow(self, seconds: float) -> None:
+        self._notify(f"measuring is expected to take up to {show_seconds(seconds)} at this step; {HOW_TO_CHANGE}")
 
     def due(self, step: int, *, last: bool) -> Literal["jacobian", "weights"] | None:
         """What is measured after this step; with a Jacobian also weights."""
@@ -158,14 +175,31 @@ class ConditioningLog:
             return "jacobian"
         return "weights" if self.weights_every is not None and (last or step % self.weights_every == 0) else None
 
-    def measure(self, step: int, *, jacobian: bool) -> list[TrackPoint]:
-        """Measure what is due at a step; every rank must call it."""
+    def measure(self, step: int, *, jacobian: bool, seconds: Mapping[str, float]) -> list[TrackPoint]:
+        """Measure what is due at a step, given the seconds of the run so far by activity; every rank must call it."""
         if self._tracker is None:
             return []
+        budget, within = self.settings.budget, None
+        if budget is not None:
+            within = max(FREE_SECONDS, budget * seconds["training"]) - seconds["measuring"]
         if self._copy is not None:
             self._copy.load_state_dict(model_tensors(self._model))
         self._tracker.num_steps = step
-        return self._tracker.measure_now(jacobian=jacobian)
+        points = self._tracker.measure_now(jacobian=jacobian, within=within)
+        refused = self._tracker.refused_seconds
+        if refused is not None and not self._notified:
+            self._notified = True
+            self._notify(
+                f"kappa(J) was not measured at step {step}: it may take {show_seconds(refused)}, and tracking.budget="
+                f"{budget:g} leaves {show_seconds(max(0.0, within or 0.0))}; {HOW_TO_CHANGE}"
+            )
+        return points
+
+
+HOW_TO_CHANGE = (
+    "change that with --set tracking.budget (null for no limit), tracking.heads ([0]: one a layer) or "
+    "tracking.jacobian_points (0: no kappa(J))"
+)
 
 
 FOR_TRACKERS: Summaries = [

@@ -1,0 +1,61 @@
+"""A run measures within the budget of its recipe; what that leaves out is said, and nothing of the training changes."""
+
+import json
+
+import pytest
+
+from lab.small import small_job
+from wellcond.lab.train.run import run_job
+from wellcond.lab.train.run_folder import RunError
+
+# 65 tokens of a head with 48 dimensions: a Jacobian of 3120 rows, which is expected to take half a minute.
+LARGE = "model.arguments={img_size: 8, patch_size: 1, embed_dim: 48, depth: 1, num_heads: 1, mlp_ratio: 1.0}"
+SHORT = "training={length: {steps: 4}, batch_size: 8, threads: 1, log_every: 1}"
+RARELY = "evaluation={every: {steps: 4}, batch_size: 250, samples: 50}"
+
+
+def run(folder, tracking, **options):
+    events = []
+    record = run_job(
+        small_job(folder, "default", LARGE, SHORT, RARELY, f"tracking={tracking}"), events.append, **options
+    )
+    notes = [event["text"] for event in events if event["event"] == "note"]
+    logs = {
+        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("steps", "conditioning")
+    }
+    return record, logs, notes
+
+
+def test_a_jacobian_beyond_the_budget_is_left_out_and_that_is_said(tmp_path):
+    record, logs, notes = run(tmp_path / "measured", "{weights_every: {steps: 2}, jacobian_points: 3}")
+    assert record["status"] == "finished"
+    assert [row["step"] for row in logs["conditioning"]] == [0, 1, 2, 4]
+    assert all(row["condition_number"] is None and row["rank"] is None for row in logs["conditioning"])
+    assert all(row["kappa_q"] >= 1 and row["entropy"] > 0 for row in logs["conditioning"])
+    [note] = notes
+    assert note.startswith("kappa(J) was not measured at step 0: it may take 25 s, and tracking.budget=0.1 leaves ")
+    assert "--set tracking.budget (null for no limit)" in note and "tracking.heads" in note
+    _, blind, quiet = run(tmp_path / "blind", "{weights_every: null, jacobian_points: 0}")
+    assert logs["steps"] == blind["steps"] and not blind["conditioning"] and not quiet
+
+
+def test_without_a_budget_a_long_measurement_is_announced_before_it_begins(tmp_path):
+    def stop(event):
+        if event["event"] == "note":
+            raise RunError(event["text"])
+
+    job = small_job(tmp_path, "default", LARGE, SHORT, "tracking={jacobian_points: 2, budget: null}")
+    with pytest.raises(RunError, match=r"measuring is expected to take up to 25 s at this step; .* --set tracking\."):
+        run_job(job, stop)
+
+
+def test_one_head_a_layer_unless_others_are_asked_for(tmp_path):
+    quick = "model.arguments={img_size: 8, patch_size: 4, embed_dim: 16, depth: 2, num_heads: 2, mlp_ratio: 1.0}"
+    for heads, expected in (("null", [0, 0]), ("all", [0, 1, 0, 1]), ("[1]", [1, 1])):
+        folder = tmp_path / expected.__repr__()
+        tracking = f"tracking={{weights_every: null, jacobian_points: 1, heads: {heads}, budget: null}}"
+        run_job(small_job(folder, "default", quick, SHORT, RARELY, tracking))
+        rows = [json.loads(line) for line in (folder / "conditioning.jsonl").read_text().splitlines()]
+        assert [row["head"] for row in rows] == expected and {row["step"] for row in rows} == {4}
+        assert all(row["condition_number"] is not None for row in rows)
