@@ -165,7 +165,11 @@ class CapturedAttention:
     def check_weights(self) -> None:
         """Raise if the weights are not those of the capture."""
         if self.fingerprint != fingerprint(self.site):
-            raise WeightError(f"{self.site.name}: the weights changed since the capture; call capture_attention again")
+            raise WeightError(
+                f"{self.site.name}: its weights are not those that the forward pass used: they were written since, or "
+                "some library puts others in their place around every forward pass (offloading?). Measure again, or "
+                "measure the plain model."
+            )
 
 
 def fingerprint(site: AttentionSite) -> tuple[Any, ...]:
