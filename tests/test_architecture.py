@@ -32,10 +32,9 @@ ALLOWED = {
     "measurement_records": BASE | {"jacobian", "plots"},
     "measurement_log": BASE | {"measurement_records", "run_facts"},
     "measurement": BASE
-    | {"measurement_log", "measurement_records", "run_facts"}
+    | {"measurement_log", "measurement_records", "run_facts", "sharded_measurement"}
     | {"linalg", "attention", "conditioning", "jacobian", "theory"},
-    "sharded_measurement": BASE
-    | {"run_facts", "measurement_records", "attention", "conditioning", "jacobian", "measurement"},
+    "sharded_measurement": BASE | {"measurement_records", "attention", "conditioning"},
     "track_points": BASE | {"measurement_records"},
     "tracking_budget": BASE | {"jacobian", "measurement"},
     "tracking": BASE

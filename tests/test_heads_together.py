@@ -1,6 +1,7 @@
 """Small heads of a layer are measured together, and have the numbers of each by itself."""
 
 import dataclasses
+import json
 import gc
 import weakref
 
@@ -155,15 +156,59 @@ def test_heads_that_see_different_tokens_are_measured_one_by_one():
     assert rows == [30, 24, 30, 30]
 
 
-def test_a_head_that_fails_takes_no_other_with_it():
+def with_overflow(*heads):
+    """A ViT in whose second layer the Jacobians of some heads overflow when they are squared."""
     torch.manual_seed(0)
     model = vit().double()
     weight = model.blocks[1].attn.qkv.weight.data.view(3, 4, 6, 24)
-    weight[0, 2] *= 1e100
-    weight[1, 2] *= 1e-100
-    first, second = wc.measure(model, IMAGES[:1].double()).layers
-    assert [head.index for head in first.heads] == [0, 1, 2, 3] and not first.problem
-    assert [head.index for head in second.heads] == [0, 1] and second.problem
+    weight[0, heads] *= 1e100
+    weight[1, heads] *= 1e-100
+    return model
+
+
+def test_a_head_that_fails_takes_no_other_with_it():
+    report = wc.measure(with_overflow(1, 2), IMAGES[:1].double())
+    first, second = report.layers
+    assert [head.index for head in first.heads] == [0, 1, 2, 3] and not first.problem and not first.failed
+    assert [head.index for head in second.heads] == [0, 3] and not second.problem
+    assert [failed.index for failed in second.failed] == [1, 2] and all(failed.problem for failed in second.failed)
+    alone = wc.measure(with_overflow(), IMAGES[:1].double(), layers=[1], heads=[0, 3]).layers[0]
+    assert [head.mean_kappa() for head in second.heads] == pytest.approx([head.mean_kappa() for head in alone.heads])
+
+
+def test_every_form_of_the_report_names_the_heads_that_failed():
+    report = wc.measure(with_overflow(2), IMAGES[:1].double())
+    why = report.layers[1].failed[0].problem
+    assert f"blocks.1.attn                   2 not measured: {why}" in report.to_table()
+    assert "1 heads not measured" in repr(report) and "1 not measured" in repr(report.layers[1])
+    assert "blocks.1.attn, head 2</b>, not measured" in report.to_html()
+    assert json.loads(report.to_json())["layers"][1]["failed"] == [{"index": 2, "problem": why}]
+    assert wc.MeasurementReport.from_json(report.to_json()).layers[1].failed == report.layers[1].failed
+    frame = report.to_frame()
+    assert len(frame) == 8 and frame[frame["problem"] == why][["layer", "head"]].values.tolist() == [
+        ["blocks.1.attn", 2]
+    ]
+
+
+@pytest.mark.parametrize("heads", [[2], [1, 2]])
+def test_an_error_is_raised_if_and_only_if_nothing_was_measured(heads):
+    model = with_overflow(1, 2)
+    with pytest.raises(measurement.NUMERICAL) as error:
+        wc.measure(model, IMAGES[:1].double(), layers=[1], heads=heads)
+    assert f"none of the {len(heads)} heads" in error.value.__notes__[0]
+    layers = wc.measure(model, IMAGES[:1].double(), heads=heads).layers
+    assert len(layers[0].heads) == len(heads) and not layers[1].heads
+    assert layers[1].problem == layers[1].failed[0].problem
+
+
+def test_the_tracker_says_which_head_failed_and_why():
+    model = with_overflow()
+    tracker = wc.ConditionTracker(model, IMAGES[:1].double(), every=1, budget=None)
+    model.load_state_dict(with_overflow(2).state_dict())
+    points = {(point.layer, point.head): point for point in tracker.step()}
+    failed = points.pop(("blocks.1.attn", 2))
+    assert failed.status == "failed" and failed.problem
+    assert len(points) == 7 and all(point.status == "exact" and not point.problem for point in points.values())
 
 
 def test_norms_of_a_nearly_dead_head_do_not_underflow():

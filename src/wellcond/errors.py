@@ -51,16 +51,16 @@ class SiteNotFoundError(WellcondError, KeyError):
 class UnsupportedLayoutError(WellcondError, ValueError):
     """An attention was seen, but where its heads are stored cannot be known."""
 
-    def __init__(self, name: str, problem: str, *, class_name: str = "ThatClass") -> None:
-        """Say which module, what is wrong, and what to register."""
+    def __init__(self, name: str, problem: str, *, class_name: str = "ThatClass", advice: str = "") -> None:
+        """Say which module, what is wrong, and what to do; without `advice`, what to register."""
         self.name = name
         self.class_name = class_name
         self.problem = problem
-        super().__init__(
-            f"{name or '(the model itself)'} ({class_name}): {problem}\n"
-            f"  A wrong layout would be silent, so wellcond does not guess. Declare it with\n"
+        advice = advice or (
+            f"A wrong layout would be silent, so wellcond does not guess. Declare it with\n"
             f"  @wellcond.register_adapter({class_name}); see docs/layouts.md."
         )
+        super().__init__(f"{name or '(the model itself)'} ({class_name}): {problem}\n  {advice}")
 
 
 class MissingExtraError(WellcondError, ImportError):
@@ -118,6 +118,10 @@ class EvidenceWarning(UserWarning):
 
 class FairnessWarning(UserWarning):
     """Methods of a comparison do not train at the values that were searched for them, since others have none."""
+
+
+class LayoutWarning(UserWarning):
+    """A user's adapter declares a layout that no trial run of the module could confirm."""
 
 
 class CheckpointWarning(UserWarning):

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_args
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.checks import choose_sites
+from wellcond.attention.distributed import is_sharded
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import WellcondError, check_choice
+from wellcond.errors import check_choice
 from wellcond.head import Blocks, Head, build_all_blocks
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
@@ -38,7 +39,9 @@ from wellcond.jacobian.spectrum import form_spectra
 from wellcond.linalg.spectrum import SoftmaxSpectrum, spectra, to_float64
 from wellcond.measurement_log import MeasurementLog
 from wellcond.measurement_records import (
+    NUMERICAL,
     Combine,
+    FailedHead,
     Grouped,
     HeadReport,
     Kappa,
@@ -48,6 +51,7 @@ from wellcond.measurement_records import (
 )
 from wellcond.records import Convention, JacobianSpectrum, Spectrum
 from wellcond.run_facts import run_facts
+from wellcond.sharded_measurement import measure_sharded
 from wellcond.theory.bounds import log10_kappa_bound
 from wellcond.theory.surrogate import Factors, softmax_spectra
 
@@ -63,8 +67,6 @@ __all__ = [
     "measure",
 ]
 
-# What a measurement may end in when numbers are NaN, infinite or too large to be squared.
-NUMERICAL = (WellcondError, ArithmeticError, torch.linalg.LinAlgError)
 Admit = Callable[[str, int, float | None], bool]
 """Whether the Jacobian of a head, given by layer and index, may be measured. Asked before anything of it is computed,
 with None, and again when the seconds that it may take are known."""
@@ -173,7 +175,11 @@ def measure(
     """Condition numbers of the weights and of the parameter Jacobian of every attention head, on real inputs.
 
     The model's own forward pass runs once on `batch` and is left as it was; tokens, masks and position biases are the
-    ones it used. Everything else is float64.
+    ones it used. Everything else is float64. A head that can not be measured is reported with the reason
+    (`LayerReport.failed`), and the others are measured.
+
+    Where the weights are sharded over ranks (FSDP2, tensor parallelism) every rank must call this; one attention layer
+    after the other is gathered, the first rank measures it, and every rank gets its report.
 
     Args:
         model: any model that `find_attention` understands, conditioned or not.
@@ -198,6 +204,7 @@ def measure(
         WeightError: NaN or infinite activations or weights, with the layer's name.
         UnknownChoiceError, ValueError: options that do not exist.
         ReportError: `resume` is the file of another measurement.
+        WellcondError: not one head could be measured; the reason of the first.
     """
     task = dataclasses.replace(settings or MeasureSettings(), **options)
     chosen = choose_sites(model, sites) if sites is not None else find_attention(model, strict=False)
@@ -206,45 +213,80 @@ def measure(
         if outside:
             raise ValueError(f"layers: expected numbers below {len(chosen)}, got {outside[0]}")
         chosen = [chosen[layer] for layer in layers]
-    asked = sites is not None or layers is not None
-    captured = capture_sites(model, batch, chosen, max_samples=task.samples, required=asked)
+    facts = {"conditioning": conditioning_of(model), "run": run_facts(model, batch)}
+    report = partial(MeasurementReport, convention=task.convention, kappa=task.kappa, combine=task.combine, **facts)
+    if is_sharded(model):
+        if resume is not None:
+            raise ValueError("resume: a model that is sharded over ranks is measured in one go; leave resume out")
+
+        def measure_whole(site: AttentionSite, call: Any) -> LayerReport:
+            count = site.num_heads if task.grouped == "each" else site.num_kv_heads
+            own = None if heads is None else [head for head in heads if head < count]
+            asked = None if admit is None else lambda _, head, seconds: admit(site.name, head, seconds)
+            report = measure(site.module, call, sites=[site], heads=own, settings=task, admit=asked, on_slow=on_slow)
+            return report.layers[0]
+
+        return report(tuple(measure_sharded(model, batch, chosen, measure_whole)))
+    captured = capture_sites(
+        model, batch, chosen, max_samples=task.samples, required=sites is not None or layers is not None
+    )
+    log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
+    return report(_measure_captured(captured, heads, task, progress, log, _Pace(admit, on_slow)))
+
+
+def _measure_captured(
+    captured: Sequence[CapturedAttention],
+    heads: Sequence[int] | None,
+    task: MeasureSettings,
+    progress: Callable[[Sequence[Any]], Iterable[Any]],
+    log: MeasurementLog | None,
+    pace: _Pace,
+) -> tuple[LayerReport, ...]:
+    """Each head by itself: one that fails is recorded with the reason, and the others are measured.
+
+    Raises: what the first head raised, if no head could be measured.
+    """
     parts = [parts_of(c, task.grouped) for c in captured]
     for head in heads or ():
         if not any(head < len(of_layer) and head >= 0 for of_layer in parts):
             kind = "query" if task.grouped == "each" else "key/value"
             raise ValueError(f"heads: no attention that is measured has a {kind} head {head}")
-    log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
     wanted = [p if heads is None else [p[head] for head in heads if 0 <= head < len(p)] for p in parts]
     plan = [(number, part) for number, c in enumerate(captured) if c.call for part in wanted[number]]
-    pace = _Pace(admit, on_slow)
     layer_of = lru_cache(maxsize=1)(lambda number: _Layer(captured[number], wanted[number], task, pace))  # one is kept
     found: dict[int, list[HeadReport]] = {number: [] for number in range(len(captured))}
-    problems = {number: c.why_not_plain for number, c in enumerate(captured) if c.call is None}
+    failed: dict[int, list[FailedHead]] = {number: [] for number in range(len(captured))}
+    first_error: Exception | None = None
     for done, (number, part) in enumerate(progress(plan)):
         pace.left = len(plan) - done
-        if number in problems:
-            continue
         try:
-            report = _measure_head(layer_of(number), part, log)
+            found[number].append(_measure_head(layer_of(number), part, log))
         except ReportError:
             raise
         except NUMERICAL as error:
-            if len(captured) == 1 and len(plan) == 1:
-                raise
-            problems[number] = str(error).splitlines()[0]
-            continue
-        found[number].append(report)
+            first_error = first_error or error
+            failed[number].append(FailedHead(part.index, str(error).splitlines()[0]))
     layer_of.cache_clear()
-    rows = tuple(
-        LayerReport(
-            c.site.name, c.site.kind, c.site.num_heads, c.site.num_kv_heads, c.site.head_dim,
-            0 if c.x is None else c.x.shape[1], tuple(found[number]), problems.get(number, ""),
-            **_through_output(c, task, pace),
-        )
+    if first_error is not None and not any(found.values()):
+        first_error.add_note(f"none of the {len(plan)} heads that were asked for could be measured")
+        raise first_error
+    return tuple(
+        _layer_report(c, found[number], failed[number], _through_output(c, task, pace))
         for number, c in enumerate(captured)
+    )
+
+
+def _layer_report(
+    captured: CapturedAttention, found: list[HeadReport], failed: list[FailedHead], through_output: dict[str, Any]
+) -> LayerReport:
+    site, problem = captured.site, "" if captured.call is not None else captured.why_not_plain
+    if failed and not found:
+        problem = failed[0].problem
+    num_tokens = 0 if captured.x is None else captured.x.shape[1]
+    return LayerReport(
+        site.name, site.kind, site.num_heads, site.num_kv_heads, site.head_dim, num_tokens, tuple(found), problem,
+        failed=tuple(failed), **through_output,
     )  # fmt: skip
-    facts = run_facts(model, batch)
-    return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning_of(model), run=facts)
 
 
 @dataclass(eq=False)

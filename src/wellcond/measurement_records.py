@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from wellcond.errors import WellcondError
 from wellcond.files import json_ready
 from wellcond.frames import make_frame
@@ -22,6 +24,10 @@ JACOBIAN_COLUMNS = ("sigma_max", "sigma_min", "sigma_rank", "rank", "nullity", "
 Kappa = Literal["strict", "pseudo"]
 Combine = Literal["mean", "stack"]
 Grouped = Literal["joint", "each"]
+
+
+# What a measurement may end in when numbers are NaN, infinite or too large to be squared.
+NUMERICAL = (WellcondError, ArithmeticError, torch.linalg.LinAlgError)
 
 
 class ReportError(WellcondError, ValueError):
@@ -122,6 +128,15 @@ class HeadReport:
 
 
 @dataclass(frozen=True)
+class FailedHead:
+    """A head that was asked for and could not be measured."""
+
+    index: int
+    """As of a `HeadReport`."""
+    problem: str
+
+
+@dataclass(frozen=True)
 class LayerReport:
     """One attention."""
 
@@ -141,12 +156,24 @@ class LayerReport:
     """Both condition numbers of `with_output`, sample by sample."""
     output_problem: str = ""
     """Why `with_output` could not be measured; empty otherwise."""
+    failed: tuple[FailedHead, ...] = ()
+    """The heads that could not be measured, each with the reason; the others are in `heads`."""
+
+    def why_not_measured(self, head: int) -> str:
+        """Why a head is not among `heads`; empty if it is, or was not asked for."""
+        return next((failed.problem for failed in self.failed if failed.index == head), self.problem)
+
+    @property
+    def own_problems(self) -> tuple[FailedHead, ...]:
+        """Failed heads whose reason is not already `problem`."""
+        return tuple(failed for failed in self.failed if failed.problem != self.problem)
 
     def __repr__(self) -> str:
         """One line."""
         grouped = f" ({self.num_kv_heads} of keys and values)" if self.num_kv_heads != self.num_heads else ""
         sizes = f"{self.num_heads} heads{grouped} x {self.head_dim}, {self.num_tokens} tokens"
         found = f"not measured: {self.problem}" if self.problem else _range_of(self.heads)
+        found += f", {len(self.failed)} not measured" if self.failed and self.heads else ""
         return f"LayerReport({self.name!r}, {sizes}, {found})"
 
     def kappa(self, kind: Kappa = "strict") -> float:
@@ -178,7 +205,9 @@ class MeasurementReport:
     def __repr__(self) -> str:
         """One line."""
         heads = [head for layer in self.layers for head in layer.heads]
+        failed = sum(len(layer.failed) for layer in self.layers)
         counts = f"{len(heads)} heads of {len(self.layers)} attentions"
+        counts += f", {failed} heads not measured" if failed else ""
         of = f"{self.run['model']}; " if "model" in self.run else ""
         return f"MeasurementReport({of}{counts}, {self.convention} Jacobian, {self.kappa}, {_range_of(heads)})"
 
@@ -238,6 +267,7 @@ class MeasurementReport:
                     f"{layer.name:28} {head.index:4} {head.mean_kappa():10.4g}{pseudo} {head.status:>{width}} {norms} "
                     f"{mass}  {why}".rstrip()
                 )
+            lines += [f"{layer.name:28} {one.index:4} not measured: {one.problem}" for one in layer.own_problems]
         return "\n".join(lines)
 
     def to_html(self) -> str:
@@ -252,14 +282,15 @@ class MeasurementReport:
     def to_frame(self) -> Any:
         """One row per head as a `pandas.DataFrame`, names as in `TrackPoint`; `attrs` say what was measured and how.
 
-        A number that was not measured or is not defined is NaN. A layer that was not measured has a row with why.
+        A number that was not measured or is not defined is NaN. A layer or a head that was not measured has a row
+        with the reason.
 
         Raises: MissingExtraError if pandas is not installed.
         """
         rows = [
             {"layer": layer.name, "kind": layer.kind, "num_tokens": layer.num_tokens} | found
             for layer in self.layers
-            for found in [*map(_columns, layer.heads), *([{"problem": layer.problem}] if layer.problem else [])]
+            for found in [*map(_columns, layer.heads), *_problem_rows(layer)]
         ]
         how = {"convention": self.convention, "kappa": self.kappa, "combine": self.combine}
         return make_frame(rows, how | self.run)
@@ -291,6 +322,13 @@ def _range_of(heads: Sequence[HeadReport]) -> str:
         return f"kappa of {len(kappas)} heads not finite" if kappas else "no kappa measured"
     ends = f"{min(finite):.4g} to {max(finite):.4g}" if len(finite) > 1 else f"{finite[0]:.4g}"
     return f"kappa {ends}{rest}"
+
+
+def _problem_rows(layer: LayerReport) -> list[dict[str, Any]]:
+    """Rows of a frame about what was not measured: of each failed head, or of a layer as a whole."""
+    if layer.problem and not layer.failed:
+        return [{"problem": layer.problem}]
+    return [{"head": failed.index, "problem": failed.problem} for failed in layer.failed]
 
 
 def _columns(head: HeadReport) -> dict[str, Any]:

@@ -113,14 +113,15 @@ class JacobianSpectrum:
     """Extreme singular values of an attention head's parameter Jacobian, and how they are known.
 
     `status` is ``exact`` (to rounding), ``estimate`` (only the certified interval is sure) or ``numerically singular``
-    (sigma_min is below what float64 can tell from zero: only the interval is known).
+    (the smallest singular value could not be told from zero). A condition number is infinite only where the rank is
+    deficient; where its size was not resolved it is NaN, and `smallest_kappa` and `largest_kappa` enclose it.
     """
 
     convention: Convention
     shape: tuple[int, int]
     sigma_max: float
     sigma_min: float
-    """The last of the min(shape) singular values."""
+    """The last of the min(shape) singular values; NaN where only its interval is known."""
     sigma_rank: float
     """The last one that is not zero; NaN where only its interval is known."""
     rank: int
@@ -165,13 +166,22 @@ class JacobianSpectrum:
         return low / high if high > 0 else float("nan")
 
     @property
+    def largest_kappa(self) -> float:
+        """Certified upper bound on the condition number over the non-zero singular values; infinite where none is."""
+        high, low = self.sigma_max_bounds[1], self.sigma_rank_bounds[0]
+        return high / low if low > 0 else float("inf")
+
+    @property
     def why_not_finite(self) -> str:
-        """Why the strict condition number is infinite or not defined; empty where it is finite."""
+        """Why the strict condition number is infinite or not known; empty where it is finite."""
         if self.rank == 0:
             return "the Jacobian is zero"
         if self.nullity:
             named = f", null space: {self.null_space}" if self.null_space else ""
             return f"rank {self.rank} of {min(self.shape)}{named}"
+        if math.isnan(self.sigma_min):
+            above = f" and at most {self.largest_kappa:.3g}" if math.isfinite(self.largest_kappa) else ""
+            return f"not resolved: at least {self.smallest_kappa:.3g}{above}"
         return "the smallest singular value is zero to float64 rounding" if self.sigma_min == 0 else ""
 
     def kappa(self, kind: Literal["strict", "pseudo"] = "strict") -> float:

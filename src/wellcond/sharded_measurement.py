@@ -16,15 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.distributed import is_distributed, reshard_, whole
-from wellcond.attention.effective import class_without_conditioning, conditioning_of, corrections_of
+from wellcond.attention.effective import class_without_conditioning, corrections_of
 from wellcond.attention.plain_copy import plain_class, plain_copy
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.attention.watch import Arguments, copy_argument, run, undisturbed
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
-from wellcond.measurement import NUMERICAL, Admit, MeasureSettings, log_slow, measure
-from wellcond.measurement_records import LayerReport, MeasurementReport
-from wellcond.run_facts import run_facts
+from wellcond.measurement_records import NUMERICAL, LayerReport
 
 # Under these names attention modules keep the number of heads that their forward pass splits into.
 HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "heads", "n_head")
@@ -33,21 +31,17 @@ HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "heads", "n_head")
 def measure_sharded(
     model: nn.Module,
     batch: Any,
-    *,
     sites: Sequence[AttentionSite],
-    heads: Sequence[int],
-    admit: Admit | None = None,
-    on_slow: Callable[[float], None] = log_slow,
-    **options: Any,
-) -> MeasurementReport:
-    """`measure`, of these sites and key/value heads; every process must call it, and has the report of the first.
+    measure_whole: Callable[[AttentionSite, Arguments], LayerReport],
+) -> list[LayerReport]:
+    """What `measure_whole` says of each site in a plain copy and of what it was called with.
 
-    Raises: as `measure`, on every process.
+    Every process must call it, and gets what the first one found.
+
+    Raises: WellcondError on every process, if something went wrong on the first or not one head could be measured.
     """
-    MeasureSettings(**options)
     calls = _record_calls(model, batch, sites)
     rows: list[LayerReport] = []
-    settings: dict[str, Any] = {}
     problem: str | None = None
     for site, call in zip(sites, calls, strict=True):
         _check_head_count(site)
@@ -55,19 +49,19 @@ def measure_sharded(
         if torch.distributed.get_rank() != 0 or problem is not None:
             continue
         try:
-            report = _measure_copy(copied, call, heads, options | {"admit": admit, "on_slow": on_slow})
-            settings = {"convention": report.convention, "kappa": report.kappa, "combine": report.combine}
-            rows += [replace(row, name=site.name) for row in report.layers]
+            if call is None:
+                raise WellcondError("the forward pass on this batch does not call it")
+            rows.append(replace(measure_whole(copied, call), name=site.name))
         except NUMERICAL as error:
             rows.append(_not_measured(site, str(error).splitlines()[0]))
         except Exception as error:  # the others wait: they have to hear of anything
             problem = f"{site.name}: {type(error).__name__}: {error}"
-    rows, settings, problem = decided_by_first((rows, settings, problem))
+    rows, problem = decided_by_first((rows, problem))
+    if problem is None and all(row.problem for row in rows):
+        problem = f"no head could be measured: {rows[0].name}: {rows[0].problem}"
     if problem is not None:
         raise WellcondError(problem)
-    fields = {"convention": "wide", "kappa": "strict", "combine": "mean"} | settings
-    facts = run_facts(model, batch)
-    return MeasurementReport(tuple(rows), conditioning=conditioning_of(model), run=facts, **fields)
+    return rows
 
 
 def decided_by_first(value: Any) -> Any:
@@ -130,15 +124,6 @@ def _plain_site(site: AttentionSite) -> AttentionSite:
 def _plain_or_conditioned_class(module: nn.Module) -> type[nn.Module]:
     plain, names = plain_class(module), tuple(sorted(corrections_of(module)))
     return conditioned_class(class_without_conditioning(plain), names) if names else plain
-
-
-def _measure_copy(
-    site: AttentionSite, call: Arguments | None, heads: Sequence[int], options: dict[str, Any]
-) -> MeasurementReport:
-    if call is None:
-        raise WellcondError("the forward pass on this batch does not call it")
-    own = [head for head in heads if head < site.num_kv_heads]
-    return measure(site.module, call, sites=[site], heads=own, **options)
 
 
 def _not_measured(site: AttentionSite, problem: str) -> LayerReport:

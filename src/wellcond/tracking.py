@@ -23,7 +23,7 @@ from wellcond.measurement import NUMERICAL, Admit, HeadReport, Kappa, Measuremen
 from wellcond.plots import curves_of, plot_curves
 from wellcond.records import Convention
 from wellcond.run_facts import run_facts
-from wellcond.sharded_measurement import decided_by_first, measure_sharded
+from wellcond.sharded_measurement import decided_by_first
 from wellcond.track_points import TrackPoint, failed_numbers, numbers_of, without_jacobian
 from wellcond.tracking_budget import (
     Allowance,
@@ -327,8 +327,7 @@ class ConditionTracker:
         try:
             # A probe inside a mixed-precision step is not rounded.
             with torch.autocast(sites[0].q.parameter.device.type, enabled=False):
-                verb = measure_sharded if self.is_sharded else measure
-                report = verb(
+                report = measure(
                     self.model, batch, sites=sites, heads=heads, jacobian=jacobian, admit=admit, on_slow=self._say_slow,
                     **self.options,
                 )  # fmt: skip
@@ -337,12 +336,13 @@ class ConditionTracker:
                 raise
             return dict.fromkeys(names, str(error).splitlines()[0])
         found = _by_head(report)
-        problems = {layer.name: layer.problem for layer in report.layers}
-        missing = [name for name, _ in names if problems[name]]
+        layers = {layer.name: layer for layer in report.layers}
+        problems = {(name, head): layers[name].why_not_measured(head) for name, head in names}
+        missing = [name for name, _ in names if layers[name].problem]
         if missing and not self._proven:
-            raise WellcondError(f"{missing[0]}: {problems[missing[0]]}")
+            raise WellcondError(f"{missing[0]}: {layers[missing[0]].problem}")
         self._proven = True
-        return {(name, head): found.get((name, head), problems[name]) for name, head in names}
+        return {key: found.get(key, problems[key]) for key in names}
 
     def _say_slow(self, seconds: float) -> None:
         """Announce a long measurement once."""

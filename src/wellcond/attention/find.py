@@ -3,11 +3,15 @@
 An adapter is a function from a `Place` to an `AttentionSite` (or None: "not one of mine after all"). It is found by
 the dotted name of the module's class, so describing a GPT-2 imports nothing from transformers. A subclass inherits
 the adapter of its base only if it keeps the base's `forward`: another forward may read the rows in another order.
-Whoever writes one that does not says so by registering the adapter for it.
+Register the adapter for the subclass to opt in.
+
+Adapters of wellcond itself are compared with the models' forward passes by contract tests. What another adapter declares
+is compared when a module of a class and configuration is first described (`wellcond.attention.proof`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,12 +19,16 @@ from torch import nn
 
 from wellcond.attention.head_norm import HEAD_NORM, ROWS_ATTRIBUTE
 from wellcond.attention.probe import describe_by_structure
+from wellcond.attention.proof import Example, prove_layout
 from wellcond.attention.site import AttentionSite, Place
 from wellcond.attention.sites import Sites
-from wellcond.errors import AttentionNotFoundError, UnsupportedLayoutError, WeightError
+from wellcond.errors import AttentionNotFoundError, LayoutWarning, UnsupportedLayoutError, WeightError
 
 Adapter = Callable[[Place], AttentionSite | None]
 ADAPTERS: dict[str, Adapter] = {}
+EXAMPLES: dict[str, Example] = {}
+BUILT_IN: dict[str, Adapter] = {}
+"""Adapters of wellcond itself, which contract tests prove."""
 
 
 def dotted_name(cls: type) -> str:
@@ -28,10 +36,19 @@ def dotted_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def register_adapter(*targets: type | str) -> Callable[[Adapter], Adapter]:
+def register_adapter(*targets: type | str, example: Example | None = None) -> Callable[[Adapter], Adapter]:
     """Decorate a function that describes the attention classes `targets` (classes, or their dotted names).
 
-    A later registration of the same class replaces the earlier one, so a user can correct us.
+    A later registration of the same class replaces the earlier one, so a user can correct us. What the function
+    declares is compared with a trial run of the module when a model is searched: another layout than that of the
+    forward pass is an error, and one that the trial run can not show a `LayoutWarning`.
+
+    Args:
+        *targets: classes, or their dotted names.
+        example: from the module to what it is called with (a tensor, a tuple of arguments, a mapping of keyword
+            arguments), for the trial run of a forward pass that needs more than random tokens.
+
+    Raises: TypeError if a target is neither a class nor a name.
 
     Example:
         >>> from torch import nn
@@ -50,10 +67,21 @@ def register_adapter(*targets: type | str) -> Callable[[Adapter], Adapter]:
     """
     if not targets:
         raise ValueError("expected at least one class or dotted class name")
+    for target in targets:
+        if not isinstance(target, (str, type)):
+            raise TypeError(f"expected a class or its dotted name, such as 'package.module.Class', got {target!r}")
+    if example is not None and not callable(example):
+        raise TypeError(f"example: expected a function from the module to what it is called with, got {example!r}")
 
     def decorate(adapter: Adapter) -> Adapter:
+        if not callable(adapter):
+            raise TypeError(f"expected a function from a place to an attention site, got {adapter!r}")
         for target in targets:
-            ADAPTERS[target if isinstance(target, str) else dotted_name(target)] = adapter
+            name = target if isinstance(target, str) else dotted_name(target)
+            ADAPTERS[name] = adapter
+            EXAMPLES.pop(name, None)
+            if example is not None:
+                EXAMPLES[name] = example
         return adapter
 
     return decorate
@@ -61,11 +89,16 @@ def register_adapter(*targets: type | str) -> Callable[[Adapter], Adapter]:
 
 def find_adapter(module: nn.Module) -> Adapter | None:
     """The adapter of a module's class, or of the nearest base whose forward it keeps."""
+    name = _registered_name(module)
+    return None if name is None else ADAPTERS[name]
+
+
+def _registered_name(module: nn.Module) -> str | None:
     cls = type(module)
     for base in cls.__mro__:
-        adapter = ADAPTERS.get(dotted_name(base))
-        if adapter is not None and getattr(base, "forward", None) is getattr(cls, "forward", None):
-            return adapter
+        name = dotted_name(base)
+        if name in ADAPTERS and getattr(base, "forward", None) is getattr(cls, "forward", None):
+            return name
     return None
 
 
@@ -95,15 +128,46 @@ def scan_attention(model: nn.Module) -> Scan:
         if any(name.startswith(f"{site.name}.") or site.name == "" for site in sites):
             continue  # a part of an attention that is already described
         place = Place(name, module, model)
-        adapter = find_adapter(module)
+        registered = _registered_name(module)
         try:
-            site = adapter(place) if adapter is not None else _with_kind_of_base(place, describe_by_structure(place))
+            if registered is None:
+                site = _with_kind_of_base(place, describe_by_structure(place))
+            else:
+                site = _described(place, registered)
         except UnsupportedLayoutError as refusal:
             refusals.append(refusal)
             continue
         if site is not None:
             sites.append(_with_head_norm(site))
     return Scan(sites, refusals)
+
+
+def _described(place: Place, registered: str) -> AttentionSite | None:
+    """What an adapter says; if it is not one of wellcond's own, as far as a trial run of the module agrees.
+
+    Raises: UnsupportedLayoutError if the forward pass reads other heads than the adapter declares.
+    """
+    adapter = ADAPTERS[registered]
+    site = adapter(place)
+    if site is None or BUILT_IN.get(registered) is adapter or registered.startswith("wellcond."):
+        return site
+    if not isinstance(site, AttentionSite):
+        name = getattr(adapter, "__name__", repr(adapter))
+        raise TypeError(f"adapter {name} of {registered}: expected an AttentionSite or None, got {site!r}")
+    proof = prove_layout(site, EXAMPLES.get(registered))
+    if proof.holds is False:
+        advice = f"Correct what the adapter of {place.class_name} declares; see docs/layouts.md."
+        raise UnsupportedLayoutError(place.name, proof.reason, class_name=place.class_name, advice=advice)
+    if proof.holds:
+        return replace(site, evidence="forward", **proof.facts)
+    warnings.warn(
+        f"{place.name or 'the model itself'} ({place.class_name}): the layout that its adapter declares is not proven: "
+        f"{proof.reason}. A wrong one would be silent. If its forward pass needs other arguments than tokens, give "
+        f"them: @wellcond.register_adapter({place.class_name}, example=lambda module: (tokens, ...)).",
+        LayoutWarning,
+        stacklevel=4,
+    )
+    return replace(site, evidence="declared")
 
 
 def _with_kind_of_base(place: Place, site: AttentionSite | None) -> AttentionSite | None:

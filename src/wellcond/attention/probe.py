@@ -239,7 +239,7 @@ def compare(recorder: ProductRecorder, heads: dict[str, Tensor]) -> Observation:
                 continue
             for logits, p in recorder.softmaxes:
                 if p.numel() == weights.numel() and torch.equal(p.reshape_as(weights), weights):
-                    facts = _facts(logits.reshape_as(weights), weights, left @ right)
+                    facts = logit_facts(logits.reshape_as(weights), weights, left @ right)
                     if facts["scale"] is not None:
                         facts["scale"] = float(f"{facts['scale'] * found_q[0] * found_k[0]:.7g}")
                     facts["rotary"] = found_q[1] or found_k[1]
@@ -247,7 +247,8 @@ def compare(recorder: ProductRecorder, heads: dict[str, Tensor]) -> Observation:
     return Observation(False, "its own forward pass multiplies other rows than these")
 
 
-def _facts(logits: Tensor, p: Tensor, products: Tensor) -> dict[str, Any]:
+def logit_facts(logits: Tensor, p: Tensor, products: Tensor) -> dict[str, Any]:
+    """Causality, scale and position bias of a softmax's logits, beside the products that they are made of."""
     above = torch.ones_like(p[0]).triu(1).bool()
     causal = bool((p[:, above] < 1e-12).all())
     seen = (p > 0) & torch.isfinite(logits) & (logits > -1e8)
@@ -272,7 +273,7 @@ def observe(site: AttentionSite, describe: Any) -> Observation:
     x_ND = torch.randn(NUM_TOKENS, site.in_features, generator=generator, dtype=torch.float64)
     recorder = ProductRecorder()
     try:
-        replica = _random_replica(module)
+        replica = random_replica(module)
         arguments = _arguments(replica, x_ND[None])
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(devices=[]), recorder:
             replica(*arguments)
@@ -282,7 +283,8 @@ def observe(site: AttentionSite, describe: Any) -> Observation:
         return compare(recorder, expected_heads(describe(replica), x_ND))
 
 
-def _random_replica(module: nn.Module) -> nn.Module:
+def random_replica(module: nn.Module) -> nn.Module:
+    """A plain copy of a module in float64 and evaluation mode, with random parameters."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(tensor: Tensor) -> Tensor:
@@ -296,13 +298,15 @@ def _random_replica(module: nn.Module) -> nn.Module:
     return replica
 
 
+def required_arguments(module: nn.Module) -> list[str]:
+    """Names of the positional arguments that a forward pass can not do without."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [p.name for p in positional if p.default is p.empty]
+
+
 def _arguments(module: nn.Module, x_BND: Tensor) -> tuple[Tensor, ...]:
-    required = [
-        p
-        for p in inspect.signature(module.forward).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    names = tuple(p.name for p in required)
+    names = required_arguments(module)
     takes_three = len(names) == 3 and all(n[0] == letter for n, letter in zip(names, "qkv", strict=True))
     if len(names) > 1 and not takes_three:
         raise TypeError(f"it needs the arguments {', '.join(names)}")

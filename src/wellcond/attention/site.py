@@ -16,7 +16,7 @@ from wellcond.errors import WeightError, check_choice
 
 Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]
 Normaliser = Literal["layer", "rms", "l2", "other"]
-Evidence = Literal["adapter", "forward", "structure"]
+Evidence = Literal["adapter", "forward", "declared", "structure"]
 
 FLAGS = ("causal", "cross", "relative_position_bias", "rotary", "talking_heads")
 """Fields of a site that are true where its attention is not the plain one."""
@@ -243,8 +243,9 @@ class AttentionSite:
     """What else changes the mathematics and no other field expresses: ``"attention sinks"``, ``"gated output"``,
     ``"logit softcap"``, ``"output norm"``, ... Empty for plain attention."""
     evidence: Evidence = "adapter"
-    """How the facts are known: a named family; a trial run of the module's own forward; or only where the projections
-    are, by structure, while scale, rotary embedding and normalisation are not known."""
+    """How the facts are known: ``adapter``, a named family; ``forward``, a trial run of the module's own forward pass;
+    ``declared``, by a user's adapter that no trial run could confirm; ``structure``, only where the projections are,
+    while scale, rotary embedding and normalisation are not known."""
     roles: Mapping[str, str] = field(default_factory=lambda: USUAL_ROLES)
 
     def __post_init__(self) -> None:

@@ -139,7 +139,9 @@ def summarise(report: MeasurementReport) -> str:
     dead = [f"{name} head {head.index}" for name, head in rows if head.dead]
     finite = [kappa for _, head in rows if not head.dead and math.isfinite(kappa := head.mean_kappa())]
     text = f"model: {report.run['model']}\ninput: {report.run['input']}\n"
+    failed = sum(len(layer.failed) for layer in report.layers)
     text += f"{len(rows)} heads of {len(report.layers)} attentions; {report.convention} Jacobian"
+    text += f"; {failed} heads could not be measured" if failed else ""
     if report.conditioning is not None:
         text += f", conditioned by {report.conditioning.get('method')!r} (effective weights)"
     if finite:

@@ -20,6 +20,16 @@ X enters through X^T only, so any L with L L^T = X~ X~^T replaces it. Rows are o
 the blocks above are the slices of one channel.
 
 A bias of the keys adds b_e sum_i q_i to a logit, which differs from key to key: it is not ignored by this softmax.
+
+Note [Channel triangle]. J_Q and J_K move outputs within the range of V only, since Z_c = V Lambda_c. With V = Q_1 R_V,
+[Q_1 Q_2] orthogonal, P = Q_P R_P, and [Q_1 Q_2]^T X~ = [[R_11, R_12], [0, R_22]] made triangular from the right, J has
+the singular values of
+
+    [ [Q_1 (x) Q_P]^T [J_Q J_K J_tau]   R_11 (x) R_P   R_12 (x) R_P ]
+    [               0                        0         R_22 (x) R_P ]
+
+and its first two blocks, E C rows, are made triangular by one factorisation. Nothing is squared, so kappa(J) is found up
+to 1/eps, while a Gram matrix loses it at 1/sqrt(eps): P is nearly singular where attention is nearly uniform.
 """
 
 from __future__ import annotations
@@ -31,8 +41,9 @@ import torch
 from torch import Tensor
 
 from wellcond.head import compressed, softmax_weights, through_softmax, with_constant
-from wellcond.jacobian.form import AbstractForm
-from wellcond.linalg.spectrum import cast_to_float64, move_to
+from wellcond.jacobian.ends import from_the_right
+from wellcond.jacobian.form import AbstractForm, NotDefinedError, Triangle
+from wellcond.linalg.spectrum import cast_to_float64, default_rtol, move_to, singular_values
 from wellcond.theory.ranks import Structure, rank_and_ones
 
 TENSORS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
@@ -167,6 +178,66 @@ class ChannelHead(AbstractForm):
             logits = logits + (pulled * cosines).sum() * cosines
         return (self.v @ through_softmax(self.p, logits).T + v_gram @ (u @ self.p) @ self.p.T).flatten()
 
+    def certified(self) -> tuple[float, float]:
+        """sigma_min of J_V = P (x) X~ alone, if it has as many columns as rows; and the norms of all blocks together."""
+        (xq, xk, xv), p = self._inputs, self.p
+        of_p, of_x = singular_values(p), singular_values(xv)
+        a, z, u = self._a(xq), self._z, self._u(xk)
+        largest = float(of_p[0] * of_x[0])
+        squares = a.square().sum((1, 2)).max() + self.scale**2 * (z.square().sum(1) * u.square().sum(2)).sum()
+        if self.scale_is_parameter:
+            squares = squares + self._scale_column.square().sum()
+        highest = (float(squares) + largest**2) ** 0.5 * (1 + 1e-12)
+        if p.shape[0] > p.shape[1] or xv.shape[0] > xv.shape[1]:
+            return 0.0, highest
+        lost = [default_rtol(t.shape) * float(sigma[0]) for t, sigma in ((p, of_p), (xv, of_x))]
+        sure = max(0.0, float(of_p[-1]) - lost[0]) * max(0.0, float(of_x[-1]) - lost[1])
+        return sure, highest
+
+    def sure_condition_number(self) -> float:
+        """J_Q and J_K do not move outputs outside the range of V, so J_V alone decides there; 0 where there are none."""
+        xv, (tokens, channels) = self._inputs[2], self.v.shape
+        if tokens <= channels or xv.shape[0] != xv.shape[1] or self.p.shape[0] != self.p.shape[1]:
+            return 0.0
+        outside = torch.linalg.qr(self.v, mode="complete").Q[:, channels:]
+        of_p, of_x, least = singular_values(self.p), singular_values(xv), singular_values(outside.T @ xv)[-1]
+        smallest = float(of_p[-1] * least) + default_rtol(xv.shape) * float(of_p[0] * of_x[0])
+        return float(of_p[0] * of_x[0]) / smallest
+
+    def triangle_bytes(self) -> int | None:
+        """Memory of Note [Channel triangle]; None unless P is square and the tokens are independent."""
+        (xq, xk, xv), (c, e) = self._inputs, self.p.shape
+        if c != e or xv.shape[0] != xv.shape[1]:
+            return None
+        rows = min(e, self.num_tokens) * c
+        return 8 * (3 * rows * (c * xq.shape[1] + e * xk.shape[1] + 1 + rows) + 2 * self.num_outputs**2)
+
+    def triangle(self, tolerance: float) -> Triangle:
+        """See Note [Channel triangle]; nothing is dropped, whatever the tolerance."""
+        if self.triangle_bytes() is None:
+            raise NotDefinedError("the triangular form needs as many key as query channels, and independent tokens")
+        (xq, xk, xv), channels = self._inputs, len(self.p)
+        turn, r_v = torch.linalg.qr(self.v, mode="complete")
+        first = min(self.v.shape)
+        of_tokens = from_the_right(turn.T @ xv)[0]
+        q_p, r_p = torch.linalg.qr(self.p)
+        z = softmax_weights(self.p, r_v[:first].T)
+        inner_a, u = self._inner_a(xq), self._u(xk)
+        blocks = [
+            torch.einsum("cb,cia->ibca", q_p, self.scale * z @ inner_a),
+            self.scale * torch.einsum("cb,cie,cea->ibea", q_p, z, u),
+        ]
+        if self.scale_is_parameter:
+            column = (z @ (self.q.hat.T @ self.k.hat)[:, :, None])[..., 0]
+            blocks.append((column.T @ q_p)[..., None, None])
+        rows = first * channels
+        wide = [block.reshape(rows, -1) for block in blocks] + [_kron(of_tokens[:first, :first], r_p)]
+        entries = self.x.new_zeros(self.num_outputs, self.num_outputs)
+        entries[:rows, :rows] = from_the_right(torch.cat(wide, dim=1))[0]
+        entries[:rows, rows:] = _kron(of_tokens[:first, first:], r_p)
+        entries[rows:, rows:] = _kron(of_tokens[first:, first:], r_p)
+        return Triangle(entries, 0.0)
+
     @cached_property
     def _z(self) -> Tensor:
         """Z_c = V Lambda_c, (C, N, E)."""
@@ -174,10 +245,13 @@ class ChannelHead(AbstractForm):
 
     def _a(self, x: Tensor) -> Tensor:
         """A_c, (C, N, inputs): Khat^T N_c X~ is formed first, as it has only E rows."""
+        return self.scale * self._z @ self._inner_a(x)
+
+    def _inner_a(self, x: Tensor) -> Tensor:
+        """Khat^T N_c X~, (C, E, inputs)."""
         across, along = self.k.hat.T @ x, self.k.hat.T @ self.q.hat  # (E, inputs), (E, C)
         radial = along.T[:, :, None] * (self.q.hat.T @ x)[:, None, :]
-        inner = (across - self.q.radial[:, None, None] * radial) * self.q.inverse[:, None, None]
-        return self.scale * self._z @ inner
+        return (across - self.q.radial[:, None, None] * radial) * self.q.inverse[:, None, None]
 
     def _u(self, x: Tensor) -> Tensor:
         """u_ce, (C, E, inputs)."""
@@ -271,6 +345,10 @@ def davit_channel_head(
         x, w_k, w_v, w_q, scale, b_k, b_v, b_q,
         normalise=False, biases=biases is not None, names=("k", "v", "q"),
     )  # fmt: skip
+
+
+def _kron(left: Tensor, right: Tensor) -> Tensor:
+    return torch.kron(left.contiguous(), right.contiguous())
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

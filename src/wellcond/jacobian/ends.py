@@ -37,8 +37,11 @@ SHIFT = 2e-8
 """Added to the diagonal before a factorisation in float32; see Note [Float32 factor]."""
 
 
-def from_triangle(task: Task) -> JacobianSpectrum:
-    """Both ends of a form that can be made triangular without squaring it, and whose rank shows on the way."""
+def from_triangle(task: Task, why: str = "") -> JacobianSpectrum:
+    """Both ends of a form that can be made triangular without squaring it, and whose rank shows on the way.
+
+    `why` is the reason why this is done at all, where another route was tried before.
+    """
     form = task.form
     top = largest_eigenvalue(form.product, form.num_outputs)
     if top.value <= 0:
@@ -50,7 +53,7 @@ def from_triangle(task: Task) -> JacobianSpectrum:
         # No diagonal entry is below the least singular value, and solving with this one would overflow.
         return make_record(
             task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
-            reason="triangular form, whose lower end fades into rounding",
+            reason=f"{why}triangular form, whose lower end fades into rounding",
             max_bounds=(largest, form.certified()[1]), rank_bounds=(0.0, tolerance),
             num_products=top.num_products,
         )  # fmt: skip
@@ -65,10 +68,17 @@ def from_triangle(task: Task) -> JacobianSpectrum:
         smallest = float(low[low > tolerance].min()) if bool((low > tolerance).any()) else tolerance
     return make_record(
         task, largest, smallest if rank == task.structure.smaller_side else 0.0, smallest, rank,
-        "exact" if sure else "estimate", reason="triangular form, then its ends",
-        max_bounds=(largest - error, largest + error), rank_bounds=(max(0.0, smallest - error), smallest + error),
+        "exact" if sure else "estimate", reason=f"{why}triangular form, then its ends",
+        max_bounds=(largest - error, largest + error),
+        rank_bounds=(_sure_minimum(task, rank, smallest - error), smallest + error),
         num_products=top.num_products + bottom.num_products,
     )  # fmt: skip
+
+
+def _sure_minimum(task: Task, rank: int, low: float) -> float:
+    """A lower bound on the last non-zero singular value, or what the form is sure of if that is more."""
+    sure = task.form.certified()[0] if rank == task.form.num_outputs else 0.0
+    return max(0.0, low, sure)
 
 
 def ends_of(task: Task, triangle: Tensor) -> JacobianSpectrum | None:
@@ -131,7 +141,7 @@ def make_triangle(values: Tensor, above: Tensor, below: Tensor, tolerance: float
     if len(below) >= below.shape[1]:
         below = torch.linalg.qr(below, mode="r").R
     dropped = 0.0
-    square = _from_the_right(below)[0] if len(below) < below.shape[1] else below
+    square = from_the_right(below)[0] if len(below) < below.shape[1] else below
     if len(square) and not _is_regular(square, tolerance):
         # Pivoting tells how many directions M_2 has; QR alone does not.
         pivoted, order = scipy.linalg.qr(below.numpy(), mode="r", pivoting=True)
@@ -142,9 +152,9 @@ def make_triangle(values: Tensor, above: Tensor, below: Tensor, tolerance: float
     if len(below) < below.shape[1]:
         # M_2 = [0, R] Q by turning columns, and then [S (x) I, what Q leaves of M_1 above 0] likewise.
         free = below.shape[1] - len(below)
-        below, above = _from_the_right(below, above)
+        below, above = from_the_right(below, above)
         wide = torch.cat([above[:, :free], torch.diag(values)], dim=1)
-        corner, above = _from_the_right(wide)[0], above[:, free:]
+        corner, above = from_the_right(wide)[0], above[:, free:]
     else:
         corner = torch.diag(values)
     size, first = len(corner) + len(below), len(corner)
@@ -153,7 +163,7 @@ def make_triangle(values: Tensor, above: Tensor, below: Tensor, tolerance: float
     return Triangle(entries, dropped)
 
 
-def _from_the_right(wide: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def from_the_right(wide: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """R (n, n), upper triangular, of [0, R] = wide Q^T, and other Q^T."""
     n = len(wide)
     factors, tau = torch.geqrf(wide.flip(0, 1).T)

@@ -75,7 +75,7 @@ class AbstractForm(abc.ABC):
     """One attention head (or layer) whose parameter Jacobian J, n outputs x p parameters, is asked for."""
 
     has_triangle: ClassVar[bool] = False
-    """Whether `triangle` is known."""
+    """Whether `triangle` is known, and cheaper than all eigenvalues of a Gram matrix."""
     has_sides: ClassVar[bool] = False
     """Whether `output_side` and `smaller_side` are known."""
     device: torch.device = torch.device("cpu")
@@ -152,6 +152,10 @@ class AbstractForm(abc.ABC):
     def triangle(self, tolerance: float) -> Triangle:
         """An upper triangular matrix with the singular values of J, made without squaring J."""
         raise NotDefinedError(f"{type(self).__name__} has no triangular form")
+
+    def triangle_bytes(self) -> int | None:
+        """Memory that `triangle` needs; None where it is not known."""
+        return None
 
     def output_side(self) -> Side | None:
         """J J^T for iterations; None where the form has only the matrix."""

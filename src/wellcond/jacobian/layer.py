@@ -154,10 +154,10 @@ def union_condition_number(spectra: Sequence[JacobianSpectrum], kind: Literal["s
         return largest / min(last) if min(last) > 0 else math.inf
     rows, columns = (sum(one.shape[axis] for one in spectra) for axis in (0, 1))
     complete = min(rows, columns) == sum(min(one.shape) for one in spectra)
-    smallest = min(one.sigma_min for one in spectra)
-    if not complete or smallest == 0 or any(one.nullity for one in spectra):
+    last = [one.sigma_min for one in spectra]
+    if not complete or 0 in last or any(one.nullity for one in spectra):
         return math.inf
-    return largest / smallest
+    return math.nan if any(math.isnan(sigma) for sigma in last) else largest / min(last)
 
 
 @dataclass(frozen=True, eq=False)

@@ -274,13 +274,33 @@ def _svd_fits(task: Task) -> bool:
     return 24 * rows * columns <= task.limit and rows * columns * min(rows, columns) <= LARGEST_SVD
 
 
+def _triangle_fits(task: Task) -> bool:
+    needed = task.form.triangle_bytes()
+    return needed is not None and needed <= task.limit
+
+
 def _too_large(task: Task, largest: float, side: int) -> JacobianSpectrum:
     """Squaring lost the small singular values, and the SVD of J does not fit."""
+    high = _squared_interval(largest / LARGEST_SQUARED_KAPPA, largest, side)[1]
+    return _without_squares(task, "squaring loses the small ones and J itself is too large", largest, high)
+
+
+def _without_squares(
+    task: Task, why: str, largest: float, high: float, num_products: int = 0
+) -> JacobianSpectrum:
+    """The ends from a triangular form of J, where there is one that fits; else what is certain of them.
+
+    That a squared J is singular to rounding says nothing of the rank of J: sigma_min is somewhere in its interval, from
+    what the form is sure of to `high`, and no number stands for it.
+    """
+    if _triangle_fits(task):
+        return from_triangle(task, f"{why}: ")
+    rank, (sure, highest) = task.structure.max_rank, task.form.certified()
+    sure = sure if rank == task.form.num_outputs else 0.0
     return make_record(
-        task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
-        reason="squaring loses the small ones and J itself is too large",
-        max_bounds=_squared_interval(largest, largest, side),
-        rank_bounds=(task.form.certified()[0], _squared_interval(largest / LARGEST_SQUARED_KAPPA, largest, side)[1]),
+        task, largest, math.nan if rank == task.structure.smaller_side else 0.0, math.nan, rank,
+        "estimate" if sure else "numerically singular", reason=why, max_bounds=(largest, highest),
+        rank_bounds=(sure, max(sure, high)), num_products=num_products,
     )  # fmt: skip
 
 
@@ -315,6 +335,8 @@ def _cholesky(task: Task) -> JacobianSpectrum:
             f"method 'cholesky' needs full row rank, and this Jacobian has at most {task.structure.max_rank} of {n}; "
             "use 'gram' or 'auto'"
         )
+    if _triangle_fits(task) and task.form.sure_condition_number() > LARGEST_SQUARED_KAPPA:
+        return from_triangle(task, f"kappa exceeds {LARGEST_SQUARED_KAPPA:g}: ")
     top = largest_eigenvalue(task.form.product, n)
     if top.value <= 0:
         return from_singular_values(task, torch.zeros(n, dtype=torch.float64))
@@ -336,11 +358,9 @@ def _cholesky(task: Task) -> JacobianSpectrum:
     factor = task.form.output_gram()
     if not factorise_(factor):
         # Rounding made G indefinite, so its least eigenvalue is below n eps |G|.
-        return make_record(
-            task, largest, 0.0, 0.0, n, "numerically singular", reason="Cholesky broke down",
-            max_bounds=max_bounds, rank_bounds=(sure, _squared_interval(0.0, largest, n)[1]),
-            num_products=top.num_products,
-        )  # fmt: skip
+        high = _squared_interval(0.0, largest, n)[1]
+        del factor
+        return _without_squares(task, "Cholesky of J J^T broke down", largest, high, top.num_products)
 
     def solve(vector: Tensor) -> Tensor:
         half = torch.linalg.solve_triangular(factor, vector.to(factor.device)[:, None], upper=False)
@@ -349,6 +369,9 @@ def _cholesky(task: Task) -> JacobianSpectrum:
     bottom = largest_eigenvalue(solve, n)
     smallest = 1 / math.sqrt(bottom.value)
     status: Status = "exact" if smallest * LARGEST_SQUARED_KAPPA >= largest else "estimate"
+    if status == "estimate" and _triangle_fits(task):
+        del factor
+        return from_triangle(task, f"kappa exceeds {LARGEST_SQUARED_KAPPA:g}: ")
     # A Ritz value of the inverse never exceeds its largest eigenvalue, so sigma_min is at most this, up to rounding.
     return make_record(
         task, largest, _last(task, smallest), smallest, n, status, reason=reason, max_bounds=max_bounds,
@@ -376,7 +399,7 @@ def _implicit(task: Task) -> JacobianSpectrum:
     low = largest_eigenvalue(
         lambda u: shift * u - product(u), n, max_steps=steps, tolerance=-1.0 if exhaustive else 1e-15
     )
-    smallest = math.sqrt(max(shift - low.value, 0.0))
+    smallest = math.sqrt(max(shift - low.value, 0.0)) or math.nan  # a zero is rounding's, and says nothing of the rank
     # The shift rounds at eps * lambda_max, so less of the lower end survives than in a factorisation.
     exact = exhaustive and smallest * LARGEST_SHIFTED_KAPPA >= largest
     full = task.structure.max_rank == n
@@ -384,9 +407,13 @@ def _implicit(task: Task) -> JacobianSpectrum:
         task, largest, _last(task, smallest), smallest if full else math.nan, task.structure.max_rank,
         "exact" if exact else "estimate",
         max_bounds=(largest, highest),
-        rank_bounds=(sure, _squared_interval(smallest, largest, n)[1]) if full else (0.0, largest),
+        rank_bounds=(sure, _squared_interval(_zero_if_nan(smallest), largest, n)[1]) if full else (0.0, largest),
         num_products=top.num_products + low.num_products,
     )  # fmt: skip
+
+
+def _zero_if_nan(value: float) -> float:
+    return 0.0 if math.isnan(value) else value
 
 
 def _each(run: Callable[[Task], JacobianSpectrum]) -> Callable[[Sequence[Task]], list[JacobianSpectrum]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.attention.watch import SiteCall, watch_sites
-from wellcond.errors import WeightError, WellcondError
+from wellcond.errors import UnsupportedLayoutError, WeightError, WellcondError
 from wellcond.head import Head
 from wellcond.jacobian.capture.align import align, candidates, head_views, is_map, logit_bias
 from wellcond.linalg.spectrum import to_float64
@@ -165,7 +165,11 @@ class CapturedAttention:
     def check_weights(self) -> None:
         """Raise if the weights are not those of the capture."""
         if self.fingerprint != fingerprint(self.site):
-            raise WeightError(f"{self.site.name}: the weights changed since the capture; call capture_attention again")
+            raise WeightError(
+                f"{self.site.name}: its weights are not those that the forward pass used: they were written since, or "
+                "some library puts others in their place around every forward pass (offloading?). Measure again, or "
+                "measure the plain model."
+            )
 
 
 def fingerprint(site: AttentionSite) -> tuple[Any, ...]:
@@ -280,6 +284,14 @@ def _describe(site: AttentionSite, call: SiteCall, max_samples: int | None) -> C
             memory = None if _equal(aligned.x, aligned.y) else aligned.y[some].clone()
             x, p = aligned.x[some].clone(), aligned.probabilities[some].clone()
             return CapturedAttention(site, x, memory, bias, p, dtype, seen.doubt, "", seen.scale, call, mark)
+        if site.evidence == "declared" and call.softmaxes:
+            raise UnsupportedLayoutError(
+                site.name,
+                f"its adapter declares plain softmax attention on these heads, and {aligned} on this batch.",
+                class_name=type(site.module).__name__,
+                advice="Correct what the adapter declares, or name what changes the heads in modifiers=(...); see "
+                "docs/layouts.md.",
+            )
         why = aligned
     x_, y_, p_ = (None if tensor is None else tensor[some].clone() for tensor in _as_seen(site, call))
     note = "tokens and probabilities are as seen, not checked against each other"

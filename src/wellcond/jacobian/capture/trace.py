@@ -258,6 +258,8 @@ def _memory(trace: Trace, output: Tensor, kv_head: int) -> MemoryRows:
     of_values = _tokens_behind(cut_v, trace.values.edges[1], vhat, at, site.by_role("value").rows[kv_head])
     if not torch.equal(of_keys, of_values):
         raise NotTracedError("a key and its value are made of different tokens")
+    if bool((of_keys < 0).all()):
+        raise NotTracedError("no key is made of a token")
     order = torch.where(of_keys < 0, len(cut_k.tokens), of_keys).argsort(stable=True)
     return MemoryRows(at[order], of_keys[order])
 
