@@ -97,7 +97,7 @@ def measure(
 def _say_slow(seconds: float) -> None:
     from wellcond.jacobian.select import show_seconds
 
-    typer.echo(
+    echo(
         f"this is expected to take up to {show_seconds(seconds)}: --layers, --heads or fewer --tokens make that less, "
         "--resume FILE keeps what is measured if you interrupt it",
         err=True,
