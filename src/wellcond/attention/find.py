@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from wellcond.attention.head_norm import HEAD_NORM, ROWS_ATTRIBUTE
-from wellcond.attention.probe import describe_by_structure
 from wellcond.attention.site import AttentionSite, Place
 from wellcond.attention.sites import Sites
+from wellcond.attention.structure import describe_by_structure
 from wellcond.errors import AttentionNotFoundError, UnsupportedLayoutError, WeightError
 
 Adapter = Callable[[Place], AttentionSite | None]

@@ -1,0 +1,347 @@
+"""Is a reading of an attention's weights right? The module's own output answers, whatever kernel it uses.
+
+Attention has symmetries that only the right reading has. For every head, an invertible matrix M may go into the
+queries and its inverse into the keys, ``W_Q -> M W_Q, W_K -> M^-T W_K``, and another one into the values and out of the
+output projection, ``W_V -> M W_V, W_O -> W_O M^-1``: the output stays as it is, to rounding. Rotary positions and gains
+leave a positive number per head in place of M. And heads are separate: where ``W_O`` drops what a head puts out, the
+output does not depend on the head's queries.
+
+A test that cannot fail proves nothing, so every statement has a control that must be noticed: pairs of heads that are
+mixed, halves of a head that are taken apart, queries that act on one token only where keys act on many. The module is
+a copy with random weights of healthy size (the caller's), because at the size of an initialisation the output hardly
+depends on queries and keys, and every reading would pass.
+
+Legend: H query heads, K key/value heads, G = H / K, d head width, D token width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from wellcond.attention.site import AttentionSite, Slot
+
+Symmetry = Literal["matrix", "diagonal", "number", "none"]
+SYMMETRIES: tuple[Symmetry, ...] = ("matrix", "diagonal", "number")
+SAME = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""Relative change of the output that counts as none: some modules compute in float32 inside, whatever they get."""
+CHANGED = 1e-3
+"""Relative change that a control must make at least."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the output of a module showed about one reading of its weights."""
+
+    holds: bool
+    reason: str
+    query_key: Symmetry = "none"
+    """Largest set of M per head that queries and keys may take in opposite directions."""
+    value_output: Symmetry = "none"
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Facts of the site that follow: causal, rotary, qk_norm, talking_heads."""
+
+
+class _Refuted(Exception):
+    """A statement that must hold for a right reading does not."""
+
+
+Change = tuple[Slot, Tensor | None, Tensor | None]
+"""A slot, its new heads and its new biases; None leaves them as they are."""
+
+
+class _Trial:
+    """A module that is run with changed weights, one change at a time."""
+
+    def __init__(self, site: AttentionSite, run: Callable[[], Tensor]) -> None:
+        self.site, self.run = site, run
+        self.generator = torch.Generator().manual_seed(2)
+        stored = [slot.parameter for slot in site.slots.values()]
+        stored += [bias for slot in site.slots.values() if (bias := slot.stored_bias()) is not None]
+        self.originals = {id(tensor): (tensor, tensor.detach().clone()) for tensor in stored}
+        self.reference = run()
+        self.same = SAME.get(self.reference.dtype, 3e-2)
+
+    def output(self, *changes: Change) -> Tensor:
+        """The output with these changes, which are taken back afterwards."""
+        try:
+            for slot, heads, bias in changes:
+                if heads is not None:
+                    slot.write_(heads)
+                if bias is not None:
+                    slot.write_bias_(bias)
+            return self.run()
+        finally:
+            for tensor, original in self.originals.values():
+                tensor.data.copy_(original)
+
+    def difference(self, found: Tensor, expected: Tensor | None = None) -> float:
+        """Relative difference of an output to another, or to that of the unchanged module."""
+        expected = self.reference if expected is None else expected
+        return float((found - expected).norm() / self.reference.norm())
+
+    def keeps(self, *changes: Change) -> bool:
+        """Whether the output is the unchanged module's."""
+        return self.difference(self.output(*changes)) <= self.same
+
+    def random(self, *shape: int) -> Tensor:
+        """Standard normal numbers."""
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.reference)
+
+    def turned(self, slot: Slot, heads: Tensor, rows: int | None = None) -> Change:
+        """Some heads of a slot (a mask), or the first rows of each, under another random rotation.
+
+        A rotation keeps the length of what a projection makes, so that a norm over all heads does not notice it.
+        """
+        width = slot.head_dim if rows is None else rows
+        rotations = torch.eye(slot.head_dim).to(self.reference).repeat(slot.num_heads, 1, 1)
+        random = torch.linalg.qr(self.random(slot.num_heads, width, width))[0]
+        rotations[heads, :width, :width] = random[heads] if width > 1 else -torch.ones_like(random[heads])
+        return _times(slot, rotations)
+
+
+def prove(site: AttentionSite, run: Callable[[], Tensor], *, local: tuple[int, int, int] | None = None) -> Proof:
+    """Ask a module whether a reading of its weights is right.
+
+    Args:
+        site: the reading, of a private copy of the module whose weights may be overwritten. They are random, of a size
+            at which logits spread by about 1.
+        run: the copy's output on a fixed input.
+        local: number of an input feature that is zero in all tokens but one, so that a change of its column reaches
+            that token alone; the number of that token; how many tokens there are. None where the input has no such
+            feature: queries and keys are then not told apart.
+
+    Returns: a proof; where it does not hold, `reason` says what the output contradicts.
+    """
+    try:
+        trial = _Trial(site, run)
+        if not bool(torch.isfinite(trial.reference).all()) or float(trial.reference.norm()) == 0:
+            return Proof(False, "its output on random tokens is zero or not finite")
+        if trial.difference(run()) > trial.same:
+            return Proof(False, "it gives another output for the same input")
+        return _prove(trial, local)
+    except _Refuted as refuted:
+        return Proof(False, str(refuted))
+
+
+def _prove(trial: _Trial, local: tuple[int, int, int] | None) -> Proof:
+    site = trial.site
+    facts: dict[str, Any] = {}
+    for name, slot in site.slots.items():
+        heads = slot.read_raw()
+        if trial.keeps((slot, trial.random(*heads.shape) * heads.std(), None)):
+            raise _Refuted(f"its output does not depend on what this reading takes for W_{name.upper()}")
+    value_output = _symmetry(trial, _value_output)
+    query_key = _symmetry(trial, _query_key)
+    normalised = _keeps_scaled(trial, site.q) and _keeps_scaled(trial, site.k)
+    if value_output == "none" and not _keys_are_compared(trial):
+        raise _Refuted("what this reading takes for values and outputs do not belong together, head by head")
+    separate = _heads_are_separate(trial)
+    if not separate:
+        _check_mixing(trial, query_key, value_output)
+        facts["talking_heads"] = True
+    if local is not None:
+        causal = _check_roles(trial, *local)
+        facts |= {} if causal is None else {"causal": causal}
+    if normalised:
+        facts["qk_norm"] = "other"
+    if query_key == "number" and not normalised:
+        facts["rotary"] = True
+    return Proof(True, _words(query_key, value_output, separate), query_key, value_output, facts)
+
+
+# Symmetries
+
+
+def _symmetry(trial: _Trial, change: Callable[[AttentionSite, Tensor], list[Change]]) -> Symmetry:
+    """The largest of three groups per head under which the output stays as it is."""
+    site = trial.site
+    slot = site.k if change is _query_key else site.v
+    for symmetry in SYMMETRIES:
+        matrices = _matrices(trial, symmetry, slot.num_heads, slot.head_dim)
+        if trial.keeps(*change(site, matrices)):
+            return symmetry
+    return "none"
+
+
+def _matrices(trial: _Trial, symmetry: Symmetry, heads: int, width: int) -> Tensor:
+    """Random invertible matrices (heads, width, width) with singular values between 1/2 and 2."""
+    if symmetry == "number":
+        sizes = torch.linspace(-1, 1, heads + 1)[1:, None].expand(heads, width)
+    else:
+        sizes = trial.random(heads, width).tanh()
+    matrices = torch.diag_embed(2.0 ** sizes.to(trial.reference))
+    if symmetry == "matrix":
+        left, right = (torch.linalg.qr(trial.random(heads, width, width))[0] for _ in range(2))
+        matrices = left @ matrices @ right
+    return matrices
+
+
+def _query_key(site: AttentionSite, matrices: Tensor) -> list[Change]:
+    per_query = matrices.repeat_interleave(site.num_heads // site.num_kv_heads, dim=0)
+    return [_times(site.q, per_query), _times(site.k, torch.linalg.inv(matrices).mT)]
+
+
+def _value_output(site: AttentionSite, matrices: Tensor) -> list[Change]:
+    changes = [_times(site.v, matrices)]
+    if site.o is None:
+        return changes
+    per_query = torch.linalg.inv(matrices).repeat_interleave(site.o.num_heads // site.v.num_heads, dim=0)
+    return [*changes, (site.o, site.o.read_raw() @ per_query.to(site.o.parameter), None)]
+
+
+def _times(slot: Slot, matrices: Tensor) -> Change:
+    heads = slot.read_raw()
+    matrices = matrices.to(heads)
+    bias = slot.read_bias()
+    return slot, matrices @ heads, None if bias is None else torch.einsum("hij,hj->hi", matrices.to(bias), bias)
+
+
+def _keeps_scaled(trial: _Trial, slot: Slot) -> bool:
+    """Whether a projection's size does not matter: it is normalised afterwards, in each head or over all of them."""
+    doubled = 2 * torch.eye(slot.head_dim).to(trial.reference)
+    return trial.keeps(_times(slot, doubled.expand(slot.num_heads, -1, -1)))
+
+
+def _keys_are_compared(trial: _Trial) -> bool:
+    """Whether queries do nothing where all keys are zero, and values still do: a softmax over equal logits is even."""
+    site = trial.site
+    bias = site.k.read_bias()
+    nothing: Change = (site.k, torch.zeros_like(site.k.read_raw()), None if bias is None else torch.zeros_like(bias))
+    even = trial.output(nothing)
+    queries, values = (
+        trial.output(nothing, trial.turned(slot, torch.ones(slot.num_heads, dtype=torch.bool)))
+        for slot in (site.q, site.v)
+    )
+    return trial.difference(queries, even) <= trial.same and trial.difference(values, even) > CHANGED
+
+
+def _check_mixing(trial: _Trial, query_key: Symmetry, value_output: Symmetry) -> None:
+    """Heads that talk to each other are still heads: any matrix in each, and none across two of them."""
+    if query_key != "matrix" or value_output != "matrix":
+        raise _Refuted("what a head puts out depends on the queries of other heads")
+    site = trial.site
+    if site.num_kv_heads == 1:
+        return
+    for change, slot in ((_query_key, site.k), (_value_output, site.v)):
+        if slot.num_heads % 2 == 0 and trial.keeps(*_mixed(trial, change, slot)):
+            raise _Refuted("pairs of what this reading takes for heads are one head")
+
+
+def _mixed(trial: _Trial, change: Callable[[AttentionSite, Tensor], list[Change]], slot: Slot) -> list[Change]:
+    """A change with one matrix across each pair of heads."""
+    wide = _matrices(trial, "matrix", slot.num_heads // 2, 2 * slot.head_dim)
+    return change(_merge_pairs(trial.site), wide)
+
+
+def _merge_pairs(site: AttentionSite) -> AttentionSite:
+    """The reading with every two key/value heads taken for one, and their queries with them."""
+
+    def merged(slot: Slot) -> Slot:
+        group = slot.num_heads // site.num_kv_heads
+        order = torch.arange(slot.num_heads).view(site.num_kv_heads // 2, 2, group).transpose(1, 2).reshape(-1, 2)
+        bias_rows = None if slot.bias_rows is None else slot.bias_rows[order].flatten(1)
+        return replace(slot, rows=slot.rows[order].flatten(1), bias_rows=bias_rows)
+
+    return replace(site, q=merged(site.q), k=merged(site.k), v=merged(site.v), o=site.o and merged(site.o))
+
+
+# Heads are separate
+
+
+def _heads_are_separate(trial: _Trial) -> bool:
+    """Whether the output depends on a head's queries, keys and values through that head's part of W_O alone.
+
+    Raises: _Refuted where halves of what the reading takes for a head are separate as well.
+    """
+    for chosen in _subsets(trial.site.num_heads):
+        if not _is_silent(trial, chosen):
+            return False
+    if trial.site.o is not None:
+        for part in _parts(trial.site.head_dim, trial.site.o.head_dim):
+            if _is_silent(trial, torch.ones(trial.site.num_heads, dtype=torch.bool), part):
+                raise _Refuted("what this reading takes for a head is several")
+    return True
+
+
+def _subsets(heads: int) -> Iterator[Tensor]:
+    """Masks over heads such that for any two heads one mask holds the first and not the second."""
+    numbers = torch.arange(heads)
+    for bit in range(max((heads - 1).bit_length(), 0)):
+        for value in (0, 1):
+            mask = (numbers >> bit) & 1 == value
+            if bool(mask.any()):
+                yield mask
+
+
+def _parts(width: int, value_width: int) -> Iterator[tuple[int, int]]:
+    """First parts of a head, in rows of Q and columns of W_O, at which it could be several heads."""
+    for prime in range(2, width + 1):
+        is_prime = all(prime % other for other in range(2, int(prime**0.5) + 1))
+        if is_prime and width % prime == 0 and value_width % prime == 0:
+            yield width // prime, value_width // prime
+
+
+def _is_silent(trial: _Trial, heads: Tensor, part: tuple[int, int] | None = None) -> bool:
+    """Whether some heads (or the first rows of them) do nothing once W_O drops what they put out."""
+    site = trial.site
+    group = site.num_heads // site.num_kv_heads
+    whole_groups = heads.view(-1, group).all(1)
+    if site.o is not None:
+        weights = site.o.read_raw().clone()
+        columns = slice(None) if part is None else slice(part[1])
+        weights[heads.to(weights.device), :, columns] = 0
+        dropped: Change = (site.o, weights, None)
+    else:
+        if not bool((whole_groups.repeat_interleave(group) == heads).all()):
+            return True  # values are shared by the group: no way to drop one head of it
+        values, bias = site.v.read_raw().clone(), site.v.read_bias()
+        values[whole_groups] = 0
+        if bias is not None:
+            bias = bias.clone()
+            bias[whole_groups] = 0
+        dropped = (site.v, values, bias)
+    changes = [dropped, trial.turned(site.q, heads, None if part is None else part[0])]
+    if part is None:
+        changes.append(trial.turned(site.k, whole_groups))
+        if site.o is not None:
+            changes.append(trial.turned(site.v, whole_groups))
+    return trial.difference(trial.output(*changes), trial.output(dropped)) <= trial.same
+
+
+# Roles
+
+
+def _check_roles(trial: _Trial, feature: int, token: int, count: int) -> bool | None:
+    """That a query reaches its own token's output alone, and keys and values those of others.
+
+    Returns: whether a token reaches later ones only (causal); None where that cannot be seen.
+    """
+    reached = {}
+    for role in ("query", "key", "value"):
+        slot = trial.site.by_role(role)
+        heads = slot.read_raw().clone()
+        heads[:, :, feature] += trial.random(*heads.shape[:2]).to(heads)
+        change = (trial.output((slot, heads, None)) - trial.reference).abs()
+        reached[role] = change > trial.same * trial.reference.abs().max()
+    sizes = {role: int(mask.sum()) for role, mask in reached.items()}
+    if 0 in sizes.values() or sizes["query"] == sizes["key"] == sizes["value"]:
+        return None  # one token alone asks, such as a class token
+    if sizes["query"] >= min(sizes["key"], sizes["value"]):
+        raise _Refuted("what this reading takes for queries reaches other tokens, as keys do")
+    mask = reached["key"]
+    axis = next((axis for axis, size in enumerate(mask.shape) if size == count), None)
+    if axis is None:
+        return None
+    by_token = mask.movedim(axis, 0).flatten(1).any(1)
+    return not bool(by_token[:token].any()) and bool(by_token[token + 1 :].any())
+
+
+def _words(query_key: Symmetry, value_output: Symmetry, separate: bool) -> str:
+    what = {"matrix": "any matrix", "diagonal": "any diagonal matrix", "number": "any number", "none": "nothing"}
+    heads = "heads are separate" if separate else "heads talk to each other"
+    return f"{what[query_key]} moves from queries to keys, {what[value_output]} from values to outputs; {heads}"
