@@ -97,18 +97,19 @@ def scan_attention(model: nn.Module) -> Scan:
         place = Place(name, module, model)
         adapter = find_adapter(module)
         try:
-            site = adapter(place) if adapter is not None else _with_kind_of_base(place, describe_by_structure(place))
+            found = [adapter(place)] if adapter is not None else describe_by_structure(place)
         except UnsupportedLayoutError as refusal:
             refusals.append(refusal)
             continue
-        if site is not None:
-            sites.append(_with_head_norm(site))
+        for site in found:
+            if site is not None:
+                sites.append(_with_head_norm(_with_kind_of_base(place, site)))
     return Scan(sites, refusals)
 
 
-def _with_kind_of_base(place: Place, site: AttentionSite | None) -> AttentionSite | None:
+def _with_kind_of_base(place: Place, site: AttentionSite) -> AttentionSite:
     """A subclass with a forward of its own that could not be tried is, if anything, of the kind of its base."""
-    if site is None or site.evidence != "structure":
+    if site.evidence != "structure":
         return site
     adapter = find_base_adapter(place.module)
     base = None if adapter is None else adapter(place)

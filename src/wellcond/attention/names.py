@@ -36,6 +36,9 @@ FUSED = (
 )  # fmt: skip
 """One for all three."""
 
+ADDED = (("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out")
+"""Of a second stream, with one set of heads for both (diffusers: Flux, SD3); what it is called in a site's name."""
+
 STACKS = ("qkvo_w", "qkvo", "w_qkvo", "qkvo_weight", "attn_w", "qkvo_bank", "qkv_bank", "attn_bank")
 """A parameter that holds queries, keys, values and, as a rule, the output projection."""
 

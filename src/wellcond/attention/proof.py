@@ -11,12 +11,15 @@ mixed, halves of a head that are taken apart, queries that act on one token only
 a copy with random weights of healthy size (the caller's), because at the size of an initialisation the output hardly
 depends on queries and keys, and every reading would pass.
 
+Two streams that attend to each other (text and images in Flux and SD3) have projections of their own and one set of
+heads: the same M goes into both, and both are proven together.
+
 Legend: H query heads, K key/value heads, G = H / K, d head width, D token width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -57,11 +60,13 @@ Change = tuple[Slot, Tensor | None, Tensor | None]
 class _Trial:
     """A module that is run with changed weights, one change at a time."""
 
-    def __init__(self, site: AttentionSite, run: Callable[[], Tensor]) -> None:
-        self.site, self.run = site, run
+    def __init__(self, streams: Sequence[AttentionSite], run: Callable[[], Tensor]) -> None:
+        self.streams, self.run = streams, run
+        self.site = streams[0]
         self.generator = torch.Generator().manual_seed(2)
-        stored = [slot.parameter for slot in site.slots.values()]
-        stored += [bias for slot in site.slots.values() if (bias := slot.stored_bias()) is not None]
+        slots = [slot for site in streams for slot in site.slots.values()]
+        stored = [slot.parameter for slot in slots]
+        stored += [bias for slot in slots if (bias := slot.stored_bias()) is not None]
         self.originals = {id(tensor): (tensor, tensor.detach().clone()) for tensor in stored}
         self.reference = run()
         self.same = SAME.get(self.reference.dtype, 3e-2)
@@ -104,12 +109,14 @@ class _Trial:
         return _times(slot, rotations)
 
 
-def prove(site: AttentionSite, run: Callable[[], Tensor], *, local: tuple[int, int, int] | None = None) -> Proof:
+def prove(
+    streams: Sequence[AttentionSite], run: Callable[[], Tensor], *, local: tuple[int, int, int] | None = None
+) -> Proof:
     """Ask a module whether a reading of its weights is right.
 
     Args:
-        site: the reading, of a private copy of the module whose weights may be overwritten. They are random, of a size
-            at which logits spread by about 1.
+        streams: the reading, of a private copy of the module whose weights may be overwritten: one site, or one per
+            stream where several attend to each other. Weights are random, of a size at which logits spread by about 1.
         run: the copy's output on a fixed input.
         local: number of an input feature that is zero in all tokens but one, so that a change of its column reaches
             that token alone; the number of that token; how many tokens there are. None where the input has no such
@@ -118,7 +125,7 @@ def prove(site: AttentionSite, run: Callable[[], Tensor], *, local: tuple[int, i
     Returns: a proof; where it does not hold, `reason` says what the output contradicts.
     """
     try:
-        trial = _Trial(site, run)
+        trial = _Trial(streams, run)
         if not bool(torch.isfinite(trial.reference).all()) or float(trial.reference.norm()) == 0:
             return Proof(False, "its output on random tokens is zero or not finite")
         if trial.difference(run()) > trial.same:
@@ -129,15 +136,14 @@ def prove(site: AttentionSite, run: Callable[[], Tensor], *, local: tuple[int, i
 
 
 def _prove(trial: _Trial, local: tuple[int, int, int] | None) -> Proof:
-    site = trial.site
     facts: dict[str, Any] = {}
-    for name, slot in site.slots.items():
+    for name, slot in ((name, slot) for site in trial.streams for name, slot in site.slots.items()):
         heads = slot.read_raw()
         if trial.keeps((slot, trial.random(*heads.shape) * heads.std(), None)):
             raise _Refuted(f"its output does not depend on what this reading takes for W_{name.upper()}")
     value_output = _symmetry(trial, _value_output)
     query_key = _symmetry(trial, _query_key)
-    normalised = _keeps_scaled(trial, site.q) and _keeps_scaled(trial, site.k)
+    normalised = _keeps_scaled(trial, "query") and _keeps_scaled(trial, "key")
     if value_output == "none" and not _keys_are_compared(trial):
         raise _Refuted("what this reading takes for values and outputs do not belong together, head by head")
     separate = _heads_are_separate(trial)
@@ -163,7 +169,7 @@ def _symmetry(trial: _Trial, change: Callable[[AttentionSite, Tensor], list[Chan
     slot = site.k if change is _query_key else site.v
     for symmetry in SYMMETRIES:
         matrices = _matrices(trial, symmetry, slot.num_heads, slot.head_dim)
-        if trial.keeps(*change(site, matrices)):
+        if trial.keeps(*(each for stream in trial.streams for each in change(stream, matrices))):
             return symmetry
     return "none"
 
@@ -201,21 +207,24 @@ def _times(slot: Slot, matrices: Tensor) -> Change:
     return slot, matrices @ heads, None if bias is None else torch.einsum("hij,hj->hi", matrices.to(bias), bias)
 
 
-def _keeps_scaled(trial: _Trial, slot: Slot) -> bool:
+def _keeps_scaled(trial: _Trial, role: str) -> bool:
     """Whether a projection's size does not matter: it is normalised afterwards, in each head or over all of them."""
-    doubled = 2 * torch.eye(slot.head_dim).to(trial.reference)
-    return trial.keeps(_times(slot, doubled.expand(slot.num_heads, -1, -1)))
+    slots = [site.by_role(role) for site in trial.streams]
+    doubled = [2 * torch.eye(slot.head_dim).expand(slot.num_heads, -1, -1) for slot in slots]
+    return trial.keeps(*(_times(slot, matrices) for slot, matrices in zip(slots, doubled, strict=True)))
 
 
 def _keys_are_compared(trial: _Trial) -> bool:
     """Whether queries do nothing where all keys are zero, and values still do: a softmax over equal logits is even."""
-    site = trial.site
-    bias = site.k.read_bias()
-    nothing: Change = (site.k, torch.zeros_like(site.k.read_raw()), None if bias is None else torch.zeros_like(bias))
-    even = trial.output(nothing)
+    nothing: list[Change] = []
+    for site in trial.streams:
+        bias = site.k.read_bias()
+        zero = None if bias is None else torch.zeros_like(bias)
+        nothing.append((site.k, torch.zeros_like(site.k.read_raw()), zero))
+    even = trial.output(*nothing)
     queries, values = (
-        trial.output(nothing, trial.turned(slot, torch.ones(slot.num_heads, dtype=torch.bool)))
-        for slot in (site.q, site.v)
+        trial.output(*nothing, *(trial.turned(slot, torch.ones(slot.num_heads, dtype=torch.bool)) for slot in slots))
+        for slots in ([site.q for site in trial.streams], [site.v for site in trial.streams])
     )
     return trial.difference(queries, even) <= trial.same and trial.difference(values, even) > CHANGED
 
@@ -235,7 +244,7 @@ def _check_mixing(trial: _Trial, query_key: Symmetry, value_output: Symmetry) ->
 def _mixed(trial: _Trial, change: Callable[[AttentionSite, Tensor], list[Change]], slot: Slot) -> list[Change]:
     """A change with one matrix across each pair of heads."""
     wide = _matrices(trial, "matrix", slot.num_heads // 2, 2 * slot.head_dim)
-    return change(_merge_pairs(trial.site), wide)
+    return [each for stream in trial.streams for each in change(_merge_pairs(stream), wide)]
 
 
 def _merge_pairs(site: AttentionSite) -> AttentionSite:
@@ -288,29 +297,33 @@ def _parts(width: int, value_width: int) -> Iterator[tuple[int, int]]:
 
 def _is_silent(trial: _Trial, heads: Tensor, part: tuple[int, int] | None = None) -> bool:
     """Whether some heads (or the first rows of them) do nothing once W_O drops what they put out."""
-    site = trial.site
-    group = site.num_heads // site.num_kv_heads
+    group = trial.site.num_heads // trial.site.num_kv_heads
     whole_groups = heads.view(-1, group).all(1)
+    if trial.site.o is None and not bool((whole_groups.repeat_interleave(group) == heads).all()):
+        return True  # values are shared by the group: there is no way to drop one head of it
+    dropped: list[Change] = []
+    changes: list[Change] = []
+    for site in trial.streams:
+        dropped.append(_without_heads(site, heads, whole_groups, None if part is None else part[1]))
+        changes.append(trial.turned(site.q, heads, None if part is None else part[0]))
+        if part is None:
+            changes.append(trial.turned(site.k, whole_groups))
+            changes += [trial.turned(site.v, whole_groups)] if site.o is not None else []
+    return trial.difference(trial.output(*dropped, *changes), trial.output(*dropped)) <= trial.same
+
+
+def _without_heads(site: AttentionSite, heads: Tensor, groups: Tensor, columns: int | None) -> Change:
+    """W_O without some heads (or the first columns of them); without a W_O, values without these groups."""
     if site.o is not None:
         weights = site.o.read_raw().clone()
-        columns = slice(None) if part is None else slice(part[1])
-        weights[heads.to(weights.device), :, columns] = 0
-        dropped: Change = (site.o, weights, None)
-    else:
-        if not bool((whole_groups.repeat_interleave(group) == heads).all()):
-            return True  # values are shared by the group: no way to drop one head of it
-        values, bias = site.v.read_raw().clone(), site.v.read_bias()
-        values[whole_groups] = 0
-        if bias is not None:
-            bias = bias.clone()
-            bias[whole_groups] = 0
-        dropped = (site.v, values, bias)
-    changes = [dropped, trial.turned(site.q, heads, None if part is None else part[0])]
-    if part is None:
-        changes.append(trial.turned(site.k, whole_groups))
-        if site.o is not None:
-            changes.append(trial.turned(site.v, whole_groups))
-    return trial.difference(trial.output(*changes), trial.output(dropped)) <= trial.same
+        weights[heads.to(weights.device), :, :columns] = 0
+        return site.o, weights, None
+    values, bias = site.v.read_raw().clone(), site.v.read_bias()
+    values[groups] = 0
+    if bias is not None:
+        bias = bias.clone()
+        bias[groups] = 0
+    return site.v, values, bias
 
 
 # Roles
@@ -321,24 +334,34 @@ def _check_roles(trial: _Trial, feature: int, token: int, count: int) -> bool | 
 
     Returns: whether a token reaches later ones only (causal); None where that cannot be seen.
     """
+    for site in trial.streams[1:]:
+        _reach(trial, site, feature)
+    mask = _reach(trial, trial.site, feature)
+    axis = None if mask is None else next((axis for axis, size in enumerate(mask.shape) if size == count), None)
+    if mask is None or axis is None:
+        return None
+    by_token = mask.movedim(axis, 0).flatten(1).any(1)
+    return not bool(by_token[:token].any()) and bool(by_token[token + 1 :].any())
+
+
+def _reach(trial: _Trial, site: AttentionSite, feature: int) -> Tensor | None:
+    """Which outputs one token's key reaches; None where one token alone asks, such as a class token.
+
+    Raises: _Refuted where a token's query reaches as many.
+    """
     reached = {}
     for role in ("query", "key", "value"):
-        slot = trial.site.by_role(role)
+        slot = site.by_role(role)
         heads = slot.read_raw().clone()
         heads[:, :, feature] += trial.random(*heads.shape[:2]).to(heads)
         change = (trial.output((slot, heads, None)) - trial.reference).abs()
         reached[role] = change > trial.same * trial.reference.abs().max()
     sizes = {role: int(mask.sum()) for role, mask in reached.items()}
     if 0 in sizes.values() or sizes["query"] == sizes["key"] == sizes["value"]:
-        return None  # one token alone asks, such as a class token
+        return None
     if sizes["query"] >= min(sizes["key"], sizes["value"]):
         raise _Refuted("what this reading takes for queries reaches other tokens, as keys do")
-    mask = reached["key"]
-    axis = next((axis for axis, size in enumerate(mask.shape) if size == count), None)
-    if axis is None:
-        return None
-    by_token = mask.movedim(axis, 0).flatten(1).any(1)
-    return not bool(by_token[:token].any()) and bool(by_token[token + 1 :].any())
+    return reached["key"]
 
 
 def _words(query_key: Symmetry, value_output: Symmetry, separate: bool) -> str:

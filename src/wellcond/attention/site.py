@@ -293,6 +293,8 @@ class AttentionSite:
     """How the facts are known: a named family; a trial run of the module's own forward; or only where the projections
     are, by structure, while scale, rotary embedding and normalisation are not known."""
     roles: Mapping[str, str] = field(default_factory=lambda: USUAL_ROLES)
+    stream: str = ""
+    """Which of several streams with projections of their own (``"added"`` in Flux and SD3); the name ends in it."""
 
     def __post_init__(self) -> None:
         """Check what an adapter claims against what is stored."""

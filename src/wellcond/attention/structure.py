@@ -7,6 +7,7 @@ and a head count leave a single reading, which is also taken (as evidence by str
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellcond.attention import builders, names, trial
+from wellcond.attention.probe import ProductRecorder, compare, expected_heads
 from wellcond.attention.proof import Proof, prove
 from wellcond.attention.site import AttentionSite, Place, Slot
 from wellcond.errors import UnsupportedLayoutError
@@ -30,21 +33,27 @@ class Reading:
     text: str
     describe: Callable[[nn.Module], AttentionSite]
 
+    def streams(self, on: nn.Module) -> list[AttentionSite]:
+        """The sites of a module: one, or one per stream."""
+        site = self.describe(on)
+        added = added_stream(site)
+        return [site] if added is None else [site, added]
 
-def describe_by_structure(place: Place) -> AttentionSite | None:
-    """A site if the module is an attention of which one reading is proven; None if it is no attention.
+
+def describe_by_structure(place: Place) -> list[AttentionSite]:
+    """The sites of a module (one per stream) of which one reading is proven; none if it is no attention.
 
     Raises: UnsupportedLayoutError if it looks like an attention and no reading, or more than one, is proven.
     """
     readings = list_readings(place)
     if not readings:
-        return None
+        return []
     verdict = _judge(place, readings)
     if verdict.chosen is not None:
-        site = readings[verdict.chosen].describe(place.module)
-        return replace(site, evidence="forward", **verdict.facts)
+        streams = readings[verdict.chosen].streams(place.module)
+        return [replace(site, evidence="forward", **verdict.facts) for site in streams]
     if len(readings) == 1 and verdict.untried is not None:
-        return replace(readings[0].describe(place.module), evidence="structure")
+        return [replace(site, evidence="structure") for site in readings[0].streams(place.module)]
     raise UnsupportedLayoutError(place.name, verdict.reason, class_name=place.class_name)
 
 
@@ -84,18 +93,19 @@ def _prove_one(place: Place, readings: list[Reading]) -> Verdict:
     untried = trial.why_not(place.module)
     if untried is not None:
         return Verdict(None, _nothing_shown(untried), {}, untried)
-    width = readings[0].describe(place.module).in_features
+    widths = [site.in_features for site in readings[0].streams(place.module)]
     best: list[Proof] = []
     failures: list[Exception] = []
     with trial.quiet():
-        for attempt in trial.trials(place, width):
+        for attempt in trial.trials(place, widths):
             if isinstance(attempt, Exception):
                 failures.append(attempt)
                 continue
             proofs = [_prove(attempt, reading) for reading in readings]
             held = [number for number, proof in enumerate(proofs) if proof.holds]
             if len(held) == 1:
-                return Verdict(held[0], proofs[held[0]].reason, proofs[held[0]].facts)
+                seen = _seen_facts(attempt, readings[held[0]])
+                return Verdict(held[0], proofs[held[0]].reason, {"scale": None, **seen, **proofs[held[0]].facts})
             if held:
                 equal = ", ".join(readings[number].text for number in held)
                 return Verdict(None, f"its output agrees with more than one reading of its weights ({equal}).", {})
@@ -113,17 +123,32 @@ def _nothing_shown(untried: str) -> str:
 
 
 def _prove(attempt: trial.Trial, reading: Reading) -> Proof:
-    copied = attempt.module
-    kept = [(tensor, tensor.detach().clone()) for tensor in copied.parameters()]
     try:
-        site = reading.describe(copied)
-        trial.make_healthy_(site)
-        return prove(site, attempt.run, local=(trial.FEATURE, trial.TOKEN, len(attempt.tokens)))
+        with trial.healthy(reading.streams(attempt.module)) as streams:
+            return prove(streams, attempt.run, local=(trial.FEATURE, trial.TOKEN, len(attempt.tokens)))
     except Exception as error:  # a module may raise anything with other weights
         return Proof(False, f"it could not be run ({type(error).__name__}: {error})")
-    finally:
-        for tensor, values in kept:
-            tensor.data.copy_(values)
+
+
+def _seen_facts(attempt: trial.Trial, reading: Reading) -> dict[str, Any]:
+    """Scale and rotary positions, where the kernel's products and softmax can be seen."""
+    with trial.healthy(reading.streams(attempt.module)) as (site, *_):
+        read = [attempt.tokens]
+
+        def keep(_: nn.Module, args: Any) -> None:
+            read[0] = args[0].detach().reshape(-1, args[0].shape[-1])
+
+        owner = site.q.owner
+        handle = None if owner is site.module else owner.register_forward_pre_hook(keep)
+        recorder = ProductRecorder()
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), contextlib.suppress(Exception), recorder:
+            attempt.run()
+        if handle is not None:
+            handle.remove()
+        if read[0].shape != attempt.tokens.shape:
+            return {}
+        with torch.no_grad():
+            return compare(recorder, expected_heads(site, read[0])).facts
 
 
 # Readings
@@ -267,6 +292,27 @@ def declared_facts(place: Place) -> dict[str, Any]:
         "scale": next((scale for scale in scales if isinstance(scale, float)), None),
         "causal": getattr(place.module, "is_causal", None),
     }
+
+
+def added_stream(site: AttentionSite) -> AttentionSite | None:
+    """The second stream of a joint attention, with the same heads; None where there is none."""
+    wanted, output_name = names.ADDED
+    module = site.module
+    parts = [getattr(module, name, None) for name in wanted]
+    if not all(builders.is_projection(part) for part in parts):
+        return None
+    place = Place(f"{site.name}.added" if site.name else "added", module, module)
+    output = getattr(module, output_name, None)
+    added = builders.separate_site(
+        place,
+        *parts,
+        num_heads=site.num_heads,
+        num_kv_heads=site.num_kv_heads,
+        output=output if builders.is_projection(output) else None,
+        family=site.family,
+        scale=site.scale,
+    )
+    return replace(added, stream="added")
 
 
 # Projections that are parameters of the module

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,22 +43,24 @@ class Trial:
     """(N, D), as the first argument holds them."""
     axis: int
     """The axis of the first argument that counts tokens."""
+    streams: int = 1
 
     def run(self) -> Tensor:
-        """The copy's output: the first tensor of what it returns."""
+        """The copy's output: the first tensor of what it returns, or those of all streams in a row."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-            found = first_tensor(self.module(*self.arguments))
-        if found is None:
-            raise TypeError("it returns no tensor")
-        return found
+            returned = self.module(*self.arguments)
+        found = list(itertools.islice(tensors_in(returned), self.streams))
+        if len(found) < self.streams:
+            raise TypeError(f"it returns {len(found)} tensors: expected {self.streams}")
+        return found[0] if self.streams == 1 else torch.cat([part.flatten() for part in found])
 
 
-def trials(place: Place, width: int) -> Iterator[Trial | Exception]:
+def trials(place: Place, widths: Sequence[int]) -> Iterator[Trial | Exception]:
     """Ways to call a copy of a module that run, each as a trial; where one does not run, the exception that says why.
 
     Args:
         place: the module and where it stands in its model.
-        width: features of the tokens that it reads.
+        widths: features of the tokens that it reads, one number per stream.
     """
     try:
         module = random_copy(place.module)
@@ -66,11 +68,12 @@ def trials(place: Place, width: int) -> Iterator[Trial | Exception]:
         yield error
         return
     for count in COUNTS:
-        tokens = make_tokens(count, width)
+        tokens = make_tokens(count, widths[0])
+        others = [make_tokens(count, width, seed=seed) for seed, width in enumerate(widths[1:], start=5)]
         failed: Exception | None = None
         for arranged, axis in _arrangements(tokens):
-            for arguments in _argument_lists(place, module, arranged, axis):
-                trial = Trial(module, arguments, tokens, axis)
+            for arguments in _argument_lists(place, module, arranged, axis, [other[None] for other in others]):
+                trial = Trial(module, arguments, tokens, axis, len(widths))
                 try:
                     output = trial.run()
                 except Exception as error:  # and when it is called
@@ -112,9 +115,21 @@ def random_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
+@contextlib.contextmanager
+def healthy(streams: list[AttentionSite]) -> Iterator[list[AttentionSite]]:
+    """A reading of a copy, for a while with random weights at which logits spread by about 1, and random biases."""
+    kept = [(tensor, tensor.detach().clone()) for tensor in streams[0].module.parameters()]
+    try:
+        for site in streams:
+            _make_healthy_(site)
+        yield streams
+    finally:
+        for tensor, values in kept:
+            tensor.data.copy_(values)
+
+
 @torch.no_grad()
-def make_healthy_(site: AttentionSite) -> None:
-    """Give a reading's projections random weights at which logits spread by about 1, and random biases."""
+def _make_healthy_(site: AttentionSite) -> None:
     generator = torch.Generator().manual_seed(3)
     for slot in site.slots.values():
         heads = slot.read_raw()
@@ -126,9 +141,9 @@ def make_healthy_(site: AttentionSite) -> None:
             slot.write_bias_(torch.randn(bias.shape, generator=generator, dtype=torch.float64).to(bias) / 2)
 
 
-def make_tokens(count: int, width: int) -> Tensor:
+def make_tokens(count: int, width: int, *, seed: int = 1) -> Tensor:
     """Random tokens (count, width) of mean zero and equal length; one feature is zero in all but one of them."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     tokens = torch.randn(count, width, generator=generator, dtype=torch.float64)
     special = torch.zeros(count, dtype=torch.float64)
     special[TOKEN] = 2.0
@@ -150,11 +165,10 @@ def _arrangements(tokens: Tensor) -> Iterator[tuple[Tensor, int]]:
     yield grid.movedim(-1, 1), 2
 
 
-def _argument_lists(place: Place, module: nn.Module, tokens: Tensor, axis: int) -> Iterator[tuple[Any, ...]]:
-    """Lists of arguments for the required parameters of a module's forward, the likeliest first.
-
-    Raises: TypeError if one of them cannot be guessed.
-    """
+def _argument_lists(
+    place: Place, module: nn.Module, tokens: Tensor, axis: int, others: Sequence[Tensor]
+) -> Iterator[tuple[Any, ...]]:
+    """Lists of arguments for the required parameters of a module's forward, the likeliest first."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [p for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
     required = [p for p in parameters if p.default is p.empty]
@@ -162,8 +176,8 @@ def _argument_lists(place: Place, module: nn.Module, tokens: Tensor, axis: int) 
     if len(names) == 3 and all(name[0] == letter for name, letter in zip(names, "qkv", strict=True)):
         yield (tokens,) * 3
         return
-    choices: list[list[Any]] = [[tokens]]
-    for name in names[1:]:
+    choices: list[list[Any]] = [[tokens], *([other] for other in others)]
+    for name in names[len(choices) :]:
         choices.append(list(_guesses(place, name.lower(), tokens, axis)))
     yield from itertools.islice(itertools.product(*choices), 64)
 
@@ -209,15 +223,13 @@ def _rotations(place: Place, count: int) -> Iterator[Any]:
         yield torch.polar(torch.ones_like(angles), angles)
 
 
-def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor in nested tuples, lists and mappings."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and mappings, in order."""
     if isinstance(value, Tensor):
-        return value
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return next((found for part in value if (found := first_tensor(part)) is not None), None)
-    return None
+        yield value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    for part in parts:
+        yield from tensors_in(part)
 
 
 @contextlib.contextmanager
@@ -228,6 +240,3 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-Describe = Callable[[nn.Module], AttentionSite]
