@@ -1,7 +1,7 @@
 """Attention of a class that nobody named: readings of its weights that names and shapes allow, and the proof of one.
 
 Names propose, the module's own output decides (`wellcond.attention.proof`). A fused weight, a stack of matrices or
-projections without a head count leave several readings; one is believed if exactly one is proven. Separate projections
+projections without a head count leave several readings; the one that is proven is believed. Separate projections
 and a head count leave a single reading, which is also taken (as evidence by structure) where the module cannot be run.
 """
 
@@ -43,7 +43,7 @@ class Reading:
 def describe_by_structure(place: Place) -> list[AttentionSite]:
     """The sites of a module (one per stream) of which one reading is proven; none if it is no attention.
 
-    Raises: UnsupportedLayoutError if it looks like an attention and no reading, or more than one, is proven.
+    Raises: UnsupportedLayoutError if it looks like an attention and no reading is proven.
     """
     readings = list_readings(place)
     if not readings:
@@ -101,14 +101,16 @@ def _prove_one(place: Place, readings: list[Reading]) -> Verdict:
             if isinstance(attempt, Exception):
                 failures.append(attempt)
                 continue
-            proofs = [_prove(attempt, reading) for reading in readings]
-            held = [number for number, proof in enumerate(proofs) if proof.holds]
-            if len(held) == 1:
-                seen = _seen_facts(attempt, readings[held[0]])
-                return Verdict(held[0], proofs[held[0]].reason, {"scale": None, **seen, **proofs[held[0]].facts})
-            if held:
-                equal = ", ".join(readings[number].text for number in held)
-                return Verdict(None, f"its output agrees with more than one reading of its weights ({equal}).", {})
+            proofs = []
+            for number, reading in enumerate(readings):
+                proof = _prove(attempt, reading)
+                if proof.holds:
+                    seen = _seen_facts(attempt, reading)
+                    facts = {"scale": None, **seen, **proof.facts}
+                    if any("mask" in name for name in trial.required_names(place.module)):
+                        facts["causal"] = None  # the caller's mask decides
+                    return Verdict(number, proof.reason, facts)
+                proofs.append(proof)
             best = best or proofs
     if best:
         why = "; ".join(f"{reading.text}: {proof.reason}" for reading, proof in zip(readings[:3], best, strict=False))

@@ -169,10 +169,7 @@ def _argument_lists(
     place: Place, module: nn.Module, tokens: Tensor, axis: int, others: Sequence[Tensor]
 ) -> Iterator[tuple[Any, ...]]:
     """Lists of arguments for the required parameters of a module's forward, the likeliest first."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [p for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
-    required = [p for p in parameters if p.default is p.empty]
-    names = [p.name for p in required] or [p.name for p in parameters[:1]]
+    names = required_names(module)
     if len(names) == 3 and all(name[0] == letter for name, letter in zip(names, "qkv", strict=True)):
         yield (tokens,) * 3
         return
@@ -180,6 +177,13 @@ def _argument_lists(
     for name in names[len(choices) :]:
         choices.append(list(_guesses(place, name.lower(), tokens, axis)))
     yield from itertools.islice(itertools.product(*choices), 64)
+
+
+def required_names(module: nn.Module) -> list[str]:
+    """Names of the arguments that a module's forward cannot do without; its first one where it could."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [p for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
+    return [p.name for p in parameters if p.default is p.empty] or [p.name for p in parameters[:1]]
 
 
 def _guesses(place: Place, name: str, tokens: Tensor, axis: int) -> Iterator[Any]:
