@@ -29,8 +29,11 @@ def choose_sites(model: nn.Module, sites: Sequence[AttentionSite] | None) -> lis
     if not sites:
         raise ValueError("expected at least one attention site, got an empty list")
     # Each once, in the order and under the name of this model, whatever part of it they were found in.
-    chosen = {id(site.module): replace(site, name=names[id(site.module)]) for site in sites}
-    return [chosen[key] for key in sorted(chosen, key=order.__getitem__)]
+    chosen = {}
+    for site in sites:
+        path = ".".join(part for part in (names[id(site.module)], site.stream) if part)
+        chosen[order[id(site.module)], site.stream] = replace(site, name=path)
+    return [chosen[key] for key in sorted(chosen)]
 
 
 def choose_projections(projections: str) -> str:

@@ -5,8 +5,8 @@ the dotted name of the module's class, so describing a GPT-2 imports nothing fro
 the adapter of its base only if it keeps the base's `forward`: another forward may read the rows in another order.
 Register the adapter for the subclass to opt in.
 
-Adapters of wellcond itself are compared with the models' forward passes by contract tests. What another adapter declares
-is compared when a module of a class and configuration is first described (`wellcond.attention.proof`).
+Adapters of wellcond itself are compared with the models' forward passes by contract tests. What another adapter
+declares is proven when a module of a class and configuration is first described (`wellcond.attention.declared`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from wellcond.attention.declared import Example, prove_declared
 from wellcond.attention.head_norm import HEAD_NORM, ROWS_ATTRIBUTE
-from wellcond.attention.probe import describe_by_structure
-from wellcond.attention.proof import Example, prove_layout
 from wellcond.attention.site import AttentionSite, Place
 from wellcond.attention.sites import Sites
+from wellcond.attention.structure import describe_by_structure
 from wellcond.errors import AttentionNotFoundError, LayoutWarning, UnsupportedLayoutError, WeightError
 
 Adapter = Callable[[Place], AttentionSite | None]
@@ -130,15 +130,13 @@ def scan_attention(model: nn.Module) -> Scan:
         place = Place(name, module, model)
         registered = _registered_name(module)
         try:
-            if registered is None:
-                site = _with_kind_of_base(place, describe_by_structure(place))
-            else:
-                site = _described(place, registered)
+            found = describe_by_structure(place) if registered is None else [_described(place, registered)]
         except UnsupportedLayoutError as refusal:
             refusals.append(refusal)
             continue
-        if site is not None:
-            sites.append(_with_head_norm(site))
+        for site in found:
+            if site is not None:
+                sites.append(_with_head_norm(_with_kind_of_base(place, site)))
     return Scan(sites, refusals)
 
 
@@ -154,7 +152,7 @@ def _described(place: Place, registered: str) -> AttentionSite | None:
     if not isinstance(site, AttentionSite):
         name = getattr(adapter, "__name__", repr(adapter))
         raise TypeError(f"adapter {name} of {registered}: expected an AttentionSite or None, got {site!r}")
-    proof = prove_layout(site, EXAMPLES.get(registered))
+    proof = prove_declared(place, site, EXAMPLES.get(registered))
     if proof.holds is False:
         advice = f"Correct what the adapter of {place.class_name} declares; see docs/layouts.md."
         raise UnsupportedLayoutError(place.name, proof.reason, class_name=place.class_name, advice=advice)
@@ -170,9 +168,9 @@ def _described(place: Place, registered: str) -> AttentionSite | None:
     return replace(site, evidence="declared")
 
 
-def _with_kind_of_base(place: Place, site: AttentionSite | None) -> AttentionSite | None:
+def _with_kind_of_base(place: Place, site: AttentionSite) -> AttentionSite:
     """A subclass with a forward of its own that could not be tried is, if anything, of the kind of its base."""
-    if site is None or site.evidence != "structure":
+    if site.evidence != "structure":
         return site
     adapter = find_base_adapter(place.module)
     base = None if adapter is None else adapter(place)

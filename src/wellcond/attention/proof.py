@@ -1,378 +1,372 @@
-"""What a user's adapter declares, proven against the module's own forward pass.
+"""Is a reading of an attention's weights right? The module's own output answers, whatever kernel it uses.
 
-A copy of the module with random weights is run once. Every column of the queries, keys and values that it multiplies is
-one row of what its projections return, up to a factor; which row that is can be read off. So the pass itself says where
-each head is stored, and a declaration is proven, or refuted with the layout that is there. Where the pass does not show
-it (a kernel that is no product and softmax, arguments that cannot be invented, values that are changed before they are
-multiplied) nothing is proven and the reason is given.
+Attention has symmetries that only the right reading has. For every head, an invertible matrix M may go into the
+queries and its inverse into the keys, ``W_Q -> M W_Q, W_K -> M^-T W_K``, and another one into the values and out of the
+output projection, ``W_V -> M W_V, W_O -> W_O M^-1``: the output stays as it is, to rounding. Rotary positions and gains
+leave a positive number per head in place of M. And heads are separate: where ``W_O`` drops what a head puts out, the
+output does not depend on the head's queries.
+
+A test that cannot fail proves nothing, so every statement has a control that must be noticed: pairs of heads that are
+mixed, halves of a head that are taken apart, queries that act on one token only where keys act on many. The module is
+a copy with random weights of healthy size (the caller's), because at the size of an initialisation the output hardly
+depends on queries and keys, and every reading would pass.
+
+Two streams that attend to each other (text and images in Flux and SD3) have projections of their own and one set of
+heads: the same M goes into both, and both are proven together.
+
+Legend: H query heads, K key/value heads, G = H / K, d head width, D token width.
 """
 
 from __future__ import annotations
 
-import itertools
-import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
-from wellcond.attention.builders import QKVLayout
-from wellcond.attention.effective import effective_weight
-from wellcond.attention.probe import (
-    MAX_PARAMETERS,
-    NUM_TOKENS,
-    ProductRecorder,
-    logit_facts,
-    match,
-    random_replica,
-    required_arguments,
-)
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.attention.watch import copy_argument, first_tensor, run
 
-Example = Callable[[nn.Module], Any]
-
-SAME = 1 - 1e-8
-"""Cosine from which two columns over random tokens count as the same one."""
-SIMPLE = (int, float, str, bool, type(None))
-LETTERS = {"q": "query", "k": "key", "v": "value"}
+Symmetry = Literal["matrix", "diagonal", "number", "none"]
+SYMMETRIES: tuple[Symmetry, ...] = ("matrix", "diagonal", "number")
+SAME = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""Relative change of the output that counts as none: some modules compute in float32 inside, whatever they get."""
+CHANGED = 1e-3
+"""Relative change that a control must make at least."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Whether a declared layout is the one that the forward pass reads; `holds` is None where that was not seen."""
+    """What the output of a module showed about one reading of its weights."""
 
-    holds: bool | None
+    holds: bool
     reason: str
+    query_key: Symmetry = "none"
+    """Largest set of M per head that queries and keys may take in opposite directions."""
+    value_output: Symmetry = "none"
     facts: dict[str, Any] = field(default_factory=dict)
+    """Facts of the site that follow: causal, rotary, qk_norm, talking_heads."""
 
 
-_PROVEN: weakref.WeakKeyDictionary[type, dict[Any, Proof]] = weakref.WeakKeyDictionary()
+class _Refuted(Exception):
+    """A statement that must hold for a right reading does not."""
 
 
-def prove_layout(site: AttentionSite, example: Example | None = None) -> Proof:
-    """Compare a declared site with a trial run of its module; once for each class, configuration and declaration.
+Change = tuple[Slot, Tensor | None, Tensor | None]
+"""A slot, its new heads and its new biases; None leaves them as they are."""
+
+
+class _Trial:
+    """A module that is run with changed weights, one change at a time."""
+
+    def __init__(self, streams: Sequence[AttentionSite], run: Callable[[], Tensor]) -> None:
+        self.streams, self.run = streams, run
+        self.site = streams[0]
+        self.generator = torch.Generator().manual_seed(2)
+        slots = [slot for site in streams for slot in site.slots.values()]
+        stored = [slot.parameter for slot in slots]
+        stored += [bias for slot in slots if (bias := slot.stored_bias()) is not None]
+        self.originals = {id(tensor): (tensor, tensor.detach().clone()) for tensor in stored}
+        self.reference = run()
+        self.same = SAME.get(self.reference.dtype, 3e-2)
+
+    def output(self, *changes: Change) -> Tensor:
+        """The output with these changes, which are taken back afterwards."""
+        try:
+            for slot, heads, bias in changes:
+                if heads is not None:
+                    slot.write_(heads)
+                if bias is not None:
+                    slot.write_bias_(bias)
+            return self.run()
+        finally:
+            for tensor, original in self.originals.values():
+                tensor.data.copy_(original)
+
+    def difference(self, found: Tensor, expected: Tensor | None = None) -> float:
+        """Relative difference of an output to another, or to that of the unchanged module."""
+        expected = self.reference if expected is None else expected
+        return float((found - expected).norm() / self.reference.norm())
+
+    def keeps(self, *changes: Change) -> bool:
+        """Whether the output is the unchanged module's."""
+        return self.difference(self.output(*changes)) <= self.same
+
+    def random(self, *shape: int) -> Tensor:
+        """Standard normal numbers."""
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.reference)
+
+    def turned(self, slot: Slot, heads: Tensor, rows: int | None = None) -> Change:
+        """Some heads of a slot (a mask), or the first rows of each, under another random rotation.
+
+        A rotation keeps the length of what a projection makes, so that a norm over all heads does not notice it.
+        """
+        width = slot.head_dim if rows is None else rows
+        rotations = torch.eye(slot.head_dim).to(self.reference).repeat(slot.num_heads, 1, 1)
+        random = torch.linalg.qr(self.random(slot.num_heads, width, width))[0]
+        rotations[heads, :width, :width] = random[heads] if width > 1 else -torch.ones_like(random[heads])
+        return _times(slot, rotations)
+
+
+def prove(
+    streams: Sequence[AttentionSite], run: Callable[[], Tensor], *, local: tuple[int, int, int] | None = None
+) -> Proof:
+    """Ask a module whether a reading of its weights is right.
 
     Args:
-        site: what an adapter declares.
-        example: from the module to what it is called with (a tensor, a tuple of arguments, a mapping); random tokens
-            for every required argument if None.
+        streams: the reading, of a private copy of the module whose weights may be overwritten: one site, or one per
+            stream where several attend to each other. Weights are random, of a size at which logits spread by about 1.
+        run: the copy's output on a fixed input.
+        local: number of an input feature that is zero in all tokens but one, so that a change of its column reaches
+            that token alone; the number of that token; how many tokens there are. None where the input has no such
+            feature: queries and keys are then not told apart.
+
+    Returns: a proof; where it does not hold, `reason` says what the output contradicts.
     """
-    known = _PROVEN.setdefault(type(site.module), {})
-    key = (example, _configuration(site.module), _declaration(site))
-    if key not in known:
-        known[key] = _prove(site, example)
-    return known[key]
-
-
-def _configuration(module: nn.Module) -> tuple[Any, ...]:
-    """What tells two modules of one class apart: shapes, and plain values among their attributes."""
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
-    plain = tuple((name, value) for name, value in sorted(vars(module).items()) if isinstance(value, SIMPLE))
-    return shapes, plain, id(vars(module).get("forward"))
-
-
-def _declaration(site: AttentionSite) -> tuple[Any, ...]:
-    names = {id(part): name for name, part in site.module.named_modules()}
-    slots = tuple(
-        (role, names.get(id(slot.owner)), slot.weight_name, slot.transposed, slot.bias_name, str(slot.rows.tolist()))
-        for role, slot in site.slots.items()
-    )
-    stated = (site.kind, site.scale, site.causal, site.rotary, site.qk_norm, site.modifiers, site.talking_heads)
-    return slots, stated, tuple(sorted(site.roles.items()))
-
-
-@dataclass(eq=False)
-class _Trial:
-    """What happened in the trial run: what each projection read and returned, and every product and softmax."""
-
-    recorder: ProductRecorder
-    read: dict[nn.Module, Tensor] = field(default_factory=dict)
-    returned: dict[nn.Module, Tensor] = field(default_factory=dict)
-
-
-class _NotSeenError(Exception):
-    """The trial run does not show what has to be proven."""
-
-
-class _RefutedError(Exception):
-    """The trial run shows another layout."""
-
-
-@torch.no_grad()
-def _prove(site: AttentionSite, example: Example | None) -> Proof:
     try:
-        if site.kind != "softmax" or site.talking_heads:
-            kind = site.kind if site.kind != "softmax" else "softmax with talking heads"
-            raise _NotSeenError(f"its kind is {kind}, which a trial run does not take apart")
-        trial, copied = _run_copy(site, example)
-        for role, slot in copied.slots.items():
-            _check_matrix(role, slot, trial)
-        return Proof(True, "its own forward pass multiplies these heads", _check_heads(copied, trial))
-    except _NotSeenError as reason:
-        return Proof(None, str(reason))
-    except _RefutedError as reason:
-        return Proof(False, str(reason))
+        trial = _Trial(streams, run)
+        if not bool(torch.isfinite(trial.reference).all()) or float(trial.reference.norm()) == 0:
+            return Proof(False, "its output on random tokens is zero or not finite")
+        if trial.difference(run()) > trial.same:
+            return Proof(False, "it gives another output for the same input")
+        return _prove(trial, local)
+    except _Refuted as refuted:
+        return Proof(False, str(refuted))
 
 
-def _run_copy(site: AttentionSite, example: Example | None) -> tuple[_Trial, AttentionSite]:
-    """Run a copy of the module with random float64 weights; the trial, and the site in the copy."""
-    module = site.module
-    if sum(p.numel() for p in module.parameters()) > MAX_PARAMETERS:
-        raise _NotSeenError(f"it has more than {MAX_PARAMETERS:,} parameters, which are not run for a trial")
-    trial = _Trial(ProductRecorder())
-    try:
-        replica = random_replica(module)
-        counterparts = dict(zip(module.modules(), replica.modules(), strict=True))
-        copied = _moved(site, counterparts, replica)
-        arguments = _random_tokens(site, replica) if example is None else example(module)
-        arguments = copy_argument(arguments, {}, _as_float64)
-        owners = {slot.owner for slot in copied.slots.values()} - {replica}
-        for owner in owners:
-            owner.register_forward_hook(_keep(trial), with_kwargs=True)
-        with (
-            warnings.catch_warnings(),
-            sdpa_kernel(SDPBackend.MATH),
-            torch.random.fork_rng(devices=[]),
-            trial.recorder,
-        ):
-            warnings.simplefilter("ignore")  # about arguments that were invented
-            run(replica, arguments)
-    except _NotSeenError:
-        raise
-    except Exception as error:  # an arbitrary module may raise anything when copied or run; the reason is passed on
-        found = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise _NotSeenError(f"its forward pass could not be tried ({found})") from error
-    return trial, copied
-
-
-def _moved(site: AttentionSite, counterparts: dict[nn.Module, nn.Module], replica: nn.Module) -> AttentionSite:
-    def moved(slot: Slot) -> Slot:
-        bias_owner = None if slot.bias_owner is None else counterparts.get(slot.bias_owner)
-        return replace(slot, owner=counterparts[slot.owner], bias_owner=bias_owner)
-
-    if any(site.slots[letter].owner not in counterparts for letter in "qkv"):
-        raise _NotSeenError("its projections are no part of the module")
-    output = moved(site.o) if site.o is not None and site.o.owner in counterparts else None
-    return replace(site, module=replica, q=moved(site.q), k=moved(site.k), v=moved(site.v), o=output)
-
-
-def _random_tokens(site: AttentionSite, replica: nn.Module) -> tuple[Tensor, ...]:
-    """Tokens for every argument that the forward pass requires; those after the first may be the memory."""
-    generator = torch.Generator().manual_seed(1)
-    names = required_arguments(replica)
-    widths = [site.in_features] + [site.by_role("key").in_features if site.cross else site.in_features] * len(names)
-    tokens = [torch.randn(1, NUM_TOKENS, w, generator=generator, dtype=torch.float64) for w in widths]
-    return tuple(tokens[: max(1, len(names))])
-
-
-def _as_float64(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
-    return tensor.double() if tensor.is_floating_point() else tensor.clone()
-
-
-def _keep(trial: _Trial) -> Any:
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        read, returned = first_tensor((*args, *kwargs.values())), first_tensor(output)
-        if read is not None and returned is not None and module not in trial.read:
-            trial.read[module], trial.returned[module] = _by_token(module, read), _by_token(module, returned)
-
-    return hook
-
-
-def _by_token(module: nn.Module, tensor: Tensor) -> Tensor:
-    """What a projection read or returned as (batch, tokens, channels)."""
-    tensor = tensor.detach().clone()
-    if isinstance(module, (nn.Conv1d, nn.Conv2d)):
-        tensor = tensor.flatten(2).mT
-    return tensor.reshape(-1, *tensor.shape[-2:]) if tensor.dim() > 1 else tensor[None, None]
-
-
-def _check_matrix(role: str, slot: Slot, trial: _Trial) -> None:
-    """A projection is the matrix that its slot says, not the transposed one, and has the bias that it says."""
-    if slot.owner not in trial.read:
-        raise _NotSeenError(f"its projection of {role} ({type(slot.owner).__name__}) is not called as a module")
-    read, returned = trial.read[slot.owner], trial.returned[slot.owner]
-    stored, bias = effective_weight(slot.owner, slot.weight_name), slot.stored_bias()
-    for transposed in (slot.transposed, not slot.transposed):
-        matrix = replace(slot, transposed=transposed).as_matrix(stored)
-        if matrix.shape[1] != read.shape[-1] or matrix.shape[0] != returned.shape[-1]:
-            continue
-        rest = returned - read @ matrix.T
-        if bias is not None and bias.shape == rest.shape[-1:]:
-            rest = rest - bias
-        if float((rest - rest.flatten(0, -2).mean(0)).norm()) > 1e-6 * float(returned.norm()):
-            continue  # not even up to a constant
-        if transposed != slot.transposed:
-            raise _RefutedError(f"{role} is declared transposed={slot.transposed}, and is the other way round")
-        if float(rest.norm()) > 1e-6 * float(returned.norm()):
-            raise _RefutedError(f"{role} is declared {'without' if bias is None else 'with'} a bias, which is not so")
-        return
-    raise _NotSeenError(f"its projection of {role} returns something else than weight times tokens plus bias")
-
-
-def _check_heads(site: AttentionSite, trial: _Trial) -> dict[str, Any]:
-    """Facts that the pass shows of the declared heads; raises the first thing that speaks against every softmax."""
-    doubts: list[Exception] = []
-    for logits, p, (left, right), values in _attentions(trial.recorder):
-        try:
-            for letter, operand in (("v", values), ("q", left), ("k", right.mT)):
-                _check_rows(site, trial, letter, operand, {"q": left, "k": right.mT, "v": values})
-            _check_output(site, trial, p.reshape(len(values), -1, values.shape[1]) @ values)
-            return _shown_facts(site, trial, logits, p, left, right)
-        except (_NotSeenError, _RefutedError) as doubt:
-            doubts.append(doubt)
-    refuted = [doubt for doubt in doubts if isinstance(doubt, _RefutedError)]
-    nothing = _NotSeenError("its forward pass shows no softmax between two products (a kernel of its own?)")
-    raise (refuted or doubts or [nothing])[0]
-
-
-def _attentions(recorder: ProductRecorder) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]]:
-    """Every softmax with the product that may be its logits' and the values that its probabilities multiply."""
-    for logits, p in recorder.softmaxes:
-        for weights, values in recorder.products:
-            if weights.numel() != p.numel() or not torch.equal(p.reshape_as(weights), weights):
-                continue
-            for left, right in recorder.products:
-                sizes = (len(left), left.shape[1], right.shape[2])
-                if sizes == tuple(weights.shape) and left.shape[2] == right.shape[1] and right is not values:
-                    yield logits.reshape_as(weights), weights, (left, right), values
-
-
-def _check_rows(site: AttentionSite, trial: _Trial, letter: str, operand: Tensor, operands: dict[str, Tensor]) -> None:
-    """The rows that one operand is made of are the declared ones."""
-    slot = site.by_role(LETTERS[letter])
-    declared = slot.rows.repeat_interleave(site.num_heads // slot.num_heads, dim=0)
-    found = rows_of(operand, trial.returned[slot.owner])
-    if found is not None and (len(found) == len(slot.rows) != len(declared)):
-        declared = slot.rows  # grouped queries that are multiplied without repeating the keys
-    if found is not None and found.shape == declared.shape and torch.equal(found, declared):
-        return
-    read_from = {other: _source(site, trial, operands[other]) for other in "qkv"}
-    if read_from[letter] is not None:
-        raise _RefutedError(_describe_difference(site, read_from))
-    heads = trial.returned[slot.owner][..., declared].movedim(-2, 1).flatten(0, 1)
-    if letter != "v" and (site.qk_norm is not None or match(operand, heads) is not None):
-        return  # rotated, as a rotary embedding does, or normalised, as the site says
-    changed = "" if letter == "v" else " (say qk_norm=... if they are normalised)"
-    raise _NotSeenError(f"what it multiplies as {letter} is changed after the projection{changed}")
-
-
-def rows_of(operand: Tensor, returned: Tensor) -> Tensor | None:
-    """For every column of an operand (batch x heads, tokens, d), which channel of `returned` (batch, tokens, R) it is.
-
-    Returns: channel numbers (heads, d), or None unless each column is exactly one channel up to a factor.
-    """
-    batch, tokens, _ = returned.shape
-    if operand.shape[1] != tokens or len(operand) % batch:
-        return None
-    heads = len(operand) // batch
-    columns = operand.unflatten(0, (batch, heads)).permute(1, 3, 0, 2).flatten(2).flatten(0, 1)
-    channels = returned.permute(2, 0, 1).flatten(1)
-    alike = (nn.functional.normalize(columns, dim=1) @ nn.functional.normalize(channels, dim=1).T).abs() > SAME
-    if not bool((alike.sum(1) == 1).all()):
-        return None
-    return alike.int().argmax(1).view(heads, -1)
-
-
-def _source(site: AttentionSite, trial: _Trial, operand: Tensor) -> tuple[Slot, Tensor] | None:
-    """The projection, and its rows, that an operand is made of; None where that cannot be read off."""
-    for slot in (site.q, site.k, site.v):
-        found = rows_of(operand, trial.returned[slot.owner])
-        if found is not None:
-            return slot, found
-    return None
-
-
-def _describe_difference(site: AttentionSite, read_from: dict[str, tuple[Slot, Tensor] | None]) -> str:
-    names = {part: name for name, part in site.module.named_modules()}
-    lines = []
-    for letter, source in read_from.items():
-        slot = site.by_role(LETTERS[letter])
-        shown = "not visible" if source is None else _show(names[source[0].owner], source[1])
-        declared = slot.rows.repeat_interleave(site.num_heads // slot.num_heads, dim=0)
-        lines.append(f"    {letter}: declared {_show(names[slot.owner], declared)}; forward pass {shown}")
-    reading = _name_reading(site, read_from)
-    confirmed = f"\n  Its forward pass confirms {reading}." if reading else ""
-    return "its forward pass reads other heads than the adapter declares.\n" + "\n".join(lines) + confirmed
-
-
-def _show(name: str, rows: Tensor) -> str:
-    first = rows[0].tolist()
-    span = f"{first[0]}..{first[-1]}" if first == list(range(first[0], first[-1] + 1)) else str(first)
-    return f"{len(rows)} heads of {name or 'the module'}, head 0 in rows {span}"
-
-
-def _name_reading(site: AttentionSite, read_from: dict[str, tuple[Slot, Tensor] | None]) -> str:
-    """What was read as arguments of a builder; empty where no builder expresses it."""
-    known = {letter: source for letter, source in read_from.items() if source is not None}
-    if len(known) < 3:
-        return ""
-    owners = {letter: slot.owner for letter, (slot, _) in known.items()}
-    tables = {letter: rows for letter, (_, rows) in known.items()}
-    num_heads, num_kv = len(tables["q"]), len(tables["v"].unique(dim=0))
-    counts = f"num_heads={num_heads}" + (f", num_kv_heads={num_kv}" if num_kv != num_heads else "")
-    if len(set(owners.values())) == 3:
-        names = {part: name for name, part in site.module.named_modules()}
-        return "separate_site(" + ", ".join(f"{letter}={names[owners[letter]]}" for letter in "qkv") + f", {counts})"
-    if len(set(owners.values())) == 2 or num_heads % num_kv:
-        return ""
-    for arrangement, order in itertools.product(("blocks", "groups"), itertools.permutations("qkv")):
-        layout = QKVLayout(
-            num_heads, tables["q"].shape[1], num_kv, tables["v"].shape[1], arrangement, "".join(order)
-        )  # type: ignore[arg-type]
-        if all(_same_heads(tables[letter], layout.rows(letter)) for letter in "qkv"):
-            return f'fused_site({counts}, arrangement="{arrangement}", order="{layout.order}")'
-    return ""
-
-
-def _same_heads(found: Tensor, rows: Tensor) -> bool:
-    return torch.equal(found, rows.repeat_interleave(len(found) // len(rows), dim=0))
-
-
-def _check_output(site: AttentionSite, trial: _Trial, heads: Tensor) -> None:
-    """W_O reads the heads where its slot says."""
-    if site.o is None:
-        return
-    found = rows_of(heads, trial.read[site.o.owner])
-    if found is None and not site.modifiers:
-        raise _NotSeenError("what its output projection reads is not the heads themselves (a gate or a norm?)")
-    if found is not None and not torch.equal(found, site.o.rows):
-        raise _RefutedError(
-            "its output projection reads other columns than the adapter declares: head 0 is declared in columns "
-            f"{site.o.rows[0].tolist()}, and read from {found[0].tolist()}"
-        )
-
-
-def _shown_facts(
-    site: AttentionSite, trial: _Trial, logits: Tensor, p: Tensor, left: Tensor, right: Tensor
-) -> dict[str, Any]:
-    """Causality, rotation, position biases and scale, where the pass shows them.
-
-    Raises: _RefutedError if the scale declared is another one than that of the pass, and nothing learned decides it.
-    """
-    shown, facts = logit_facts(logits, p, left @ right), dict[str, Any]()
-    matched = []
-    for letter, operand in (("q", left), ("k", right.mT)):
-        slot = site.by_role(LETTERS[letter])
-        rows = slot.rows.repeat_interleave(site.num_heads // slot.num_heads, dim=0)
-        matched.append(match(operand, trial.returned[slot.owner][..., rows].movedim(-2, 1).flatten(0, 1)))
-    if site.causal is False and shown["causal"]:
-        facts["causal"] = True
-    if any(found is not None and found[1] for found in matched) and site.qk_norm is None:
+def _prove(trial: _Trial, local: tuple[int, int, int] | None) -> Proof:
+    facts: dict[str, Any] = {}
+    for name, slot in ((name, slot) for site in trial.streams for name, slot in site.slots.items()):
+        heads = slot.read_raw()
+        if trial.keeps((slot, trial.random(*heads.shape) * heads.std(), None)):
+            raise _Refuted(f"its output does not depend on what this reading takes for W_{name.upper()}")
+    value_output = _symmetry(trial, _value_output)
+    query_key = _symmetry(trial, _query_key)
+    normalised = _keeps_scaled(trial, "query") and _keeps_scaled(trial, "key")
+    if value_output == "none" and not _keys_are_compared(trial):
+        raise _Refuted("what this reading takes for values and outputs do not belong together, head by head")
+    separate = _heads_are_separate(trial)
+    if not separate:
+        _check_mixing(trial, query_key, value_output)
+        facts["talking_heads"] = True
+    if local is not None:
+        causal = _check_roles(trial, *local)
+        facts |= {} if causal is None else {"causal": causal}
+    if normalised:
+        facts["qk_norm"] = "other"
+    if query_key == "number" and not normalised:
         facts["rotary"] = True
-    if shown["relative_position_bias"] and not site.modifiers and site.causal is not None:
-        facts["relative_position_bias"] = True
-    owned = {id(s.parameter) for s in site.slots.values()} | {id(s.stored_bias()) for s in site.slots.values()}
-    learned = any(id(parameter) not in owned for parameter in site.module.parameters())
-    if shown["scale"] is None or learned or matched[0] is None or matched[1] is None or site.modifiers:
-        return facts
-    scale = float(f"{shown['scale'] * matched[0][0] * matched[1][0]:.7g}")
-    if site.scale is not None and abs(scale - site.scale) > 1e-4 * abs(scale):
-        raise _RefutedError(f"scale is declared as {site.scale:.7g}, and its logits are {scale:.7g} q.k")
-    return facts if site.scale is not None else facts | {"scale": scale}
+    return Proof(True, _words(query_key, value_output, separate), query_key, value_output, facts)
 
+
+# Symmetries
+
+
+def _symmetry(trial: _Trial, change: Callable[[AttentionSite, Tensor], list[Change]]) -> Symmetry:
+    """The largest of three groups per head under which the output stays as it is."""
+    site = trial.site
+    slot = site.k if change is _query_key else site.v
+    for symmetry in SYMMETRIES:
+        matrices = _matrices(trial, symmetry, slot.num_heads, slot.head_dim)
+        if trial.keeps(*(each for stream in trial.streams for each in change(stream, matrices))):
+            return symmetry
+    return "none"
+
+
+def _matrices(trial: _Trial, symmetry: Symmetry, heads: int, width: int) -> Tensor:
+    """Random invertible matrices (heads, width, width) with singular values between 1/2 and 2."""
+    if symmetry == "number":
+        sizes = torch.linspace(-1, 1, heads + 1)[1:, None].expand(heads, width)
+    else:
+        sizes = trial.random(heads, width).tanh()
+    matrices = torch.diag_embed(2.0 ** sizes.to(trial.reference))
+    if symmetry == "matrix":
+        left, right = (torch.linalg.qr(trial.random(heads, width, width))[0] for _ in range(2))
+        matrices = left @ matrices @ right
+    return matrices
+
+
+def _query_key(site: AttentionSite, matrices: Tensor) -> list[Change]:
+    per_query = matrices.repeat_interleave(site.num_heads // site.num_kv_heads, dim=0)
+    return [_times(site.q, per_query), _times(site.k, torch.linalg.inv(matrices).mT)]
+
+
+def _value_output(site: AttentionSite, matrices: Tensor) -> list[Change]:
+    changes = [_times(site.v, matrices)]
+    if site.o is None:
+        return changes
+    per_query = torch.linalg.inv(matrices).repeat_interleave(site.o.num_heads // site.v.num_heads, dim=0)
+    return [*changes, (site.o, site.o.read_raw() @ per_query.to(site.o.parameter), None)]
+
+
+def _times(slot: Slot, matrices: Tensor) -> Change:
+    heads = slot.read_raw()
+    matrices = matrices.to(heads)
+    bias = slot.read_bias()
+    return slot, matrices @ heads, None if bias is None else torch.einsum("hij,hj->hi", matrices.to(bias), bias)
+
+
+def _keeps_scaled(trial: _Trial, role: str) -> bool:
+    """Whether a projection's size does not matter: it is normalised afterwards, in each head or over all of them."""
+    slots = [site.by_role(role) for site in trial.streams]
+    doubled = [2 * torch.eye(slot.head_dim).expand(slot.num_heads, -1, -1) for slot in slots]
+    return trial.keeps(*(_times(slot, matrices) for slot, matrices in zip(slots, doubled, strict=True)))
+
+
+def _keys_are_compared(trial: _Trial) -> bool:
+    """Whether queries do nothing where all keys are zero, and values still do: a softmax over equal logits is even."""
+    nothing: list[Change] = []
+    for site in trial.streams:
+        bias = site.k.read_bias()
+        zero = None if bias is None else torch.zeros_like(bias)
+        nothing.append((site.k, torch.zeros_like(site.k.read_raw()), zero))
+    even = trial.output(*nothing)
+    queries, values = (
+        trial.output(*nothing, *(trial.turned(slot, torch.ones(slot.num_heads, dtype=torch.bool)) for slot in slots))
+        for slots in ([site.q for site in trial.streams], [site.v for site in trial.streams])
+    )
+    return trial.difference(queries, even) <= trial.same and trial.difference(values, even) > CHANGED
+
+
+def _check_mixing(trial: _Trial, query_key: Symmetry, value_output: Symmetry) -> None:
+    """Heads that talk to each other are still heads: any matrix in each, and none across two of them."""
+    if query_key != "matrix" or value_output != "matrix":
+        raise _Refuted("what a head puts out depends on the queries of other heads")
+    site = trial.site
+    if site.num_kv_heads == 1:
+        return
+    for change, slot in ((_query_key, site.k), (_value_output, site.v)):
+        if slot.num_heads % 2 == 0 and trial.keeps(*_mixed(trial, change, slot)):
+            raise _Refuted("pairs of what this reading takes for heads are one head")
+
+
+def _mixed(trial: _Trial, change: Callable[[AttentionSite, Tensor], list[Change]], slot: Slot) -> list[Change]:
+    """A change with one matrix across each pair of heads."""
+    wide = _matrices(trial, "matrix", slot.num_heads // 2, 2 * slot.head_dim)
+    return [each for stream in trial.streams for each in change(_merge_pairs(stream), wide)]
+
+
+def _merge_pairs(site: AttentionSite) -> AttentionSite:
+    """The reading with every two key/value heads taken for one, and their queries with them."""
+
+    def merged(slot: Slot) -> Slot:
+        group = slot.num_heads // site.num_kv_heads
+        order = torch.arange(slot.num_heads).view(site.num_kv_heads // 2, 2, group).transpose(1, 2).reshape(-1, 2)
+        bias_rows = None if slot.bias_rows is None else slot.bias_rows[order].flatten(1)
+        return replace(slot, rows=slot.rows[order].flatten(1), bias_rows=bias_rows)
+
+    return replace(site, q=merged(site.q), k=merged(site.k), v=merged(site.v), o=site.o and merged(site.o))
+
+
+# Heads are separate
+
+
+def _heads_are_separate(trial: _Trial) -> bool:
+    """Whether the output depends on a head's queries, keys and values through that head's part of W_O alone.
+
+    Raises: _Refuted where halves of what the reading takes for a head are separate as well.
+    """
+    for chosen in _subsets(trial.site.num_heads):
+        if not _is_silent(trial, chosen):
+            return False
+    # Without a W_O the first value head alone is known to be that of the first query head, if they are several.
+    heads = torch.arange(trial.site.num_heads) < (1 if trial.site.o is None else trial.site.num_heads)
+    for part in _parts(trial.site.head_dim, trial.site.v.head_dim):
+        if _is_silent(trial, heads, part):
+            raise _Refuted("what this reading takes for a head is several")
+    return True
+
+
+def _subsets(heads: int) -> Iterator[Tensor]:
+    """Masks over heads such that for any two heads one mask holds the first and not the second."""
+    numbers = torch.arange(heads)
+    for bit in range(max((heads - 1).bit_length(), 0)):
+        for value in (0, 1):
+            mask = (numbers >> bit) & 1 == value
+            if bool(mask.any()):
+                yield mask
+
+
+def _parts(width: int, value_width: int) -> Iterator[tuple[int, int]]:
+    """First parts of a head, in rows of Q and of V, at which it could be several heads."""
+    for prime in range(2, width + 1):
+        is_prime = all(prime % other for other in range(2, int(prime**0.5) + 1))
+        if is_prime and width % prime == 0 and value_width % prime == 0:
+            yield width // prime, value_width // prime
+
+
+def _is_silent(trial: _Trial, heads: Tensor, part: tuple[int, int] | None = None) -> bool:
+    """Whether some heads (or the first rows of them) do nothing once W_O drops what they put out."""
+    group = trial.site.num_heads // trial.site.num_kv_heads
+    whole_groups = heads.view(-1, group).all(1)
+    if trial.site.o is None and part is None and not bool((whole_groups.repeat_interleave(group) == heads).all()):
+        return True  # values are shared by the group: there is no way to drop one head of it
+    dropped: list[Change] = []
+    changes: list[Change] = []
+    for site in trial.streams:
+        dropped.append(_without_heads(site, heads, whole_groups, None if part is None else part[1]))
+        changes.append(trial.turned(site.q, heads, None if part is None else part[0]))
+        if part is None:
+            changes.append(trial.turned(site.k, whole_groups))
+            changes += [trial.turned(site.v, whole_groups)] if site.o is not None else []
+    return trial.difference(trial.output(*dropped, *changes), trial.output(*dropped)) <= trial.same
+
+
+def _without_heads(site: AttentionSite, heads: Tensor, groups: Tensor, columns: int | None) -> Change:
+    """W_O without some heads (or the first columns of them); without a W_O, values without their rows."""
+    if site.o is not None:
+        weights = site.o.read_raw().clone()
+        weights[heads.to(weights.device), :, :columns] = 0
+        return site.o, weights, None
+    values, bias = site.v.read_raw().clone(), site.v.read_bias()
+    dropped = groups if columns is None else torch.ones_like(groups)
+    values[dropped, :columns] = 0
+    if bias is not None:
+        bias = bias.clone()
+        bias[dropped, :columns] = 0
+    return site.v, values, bias
+
+
+# Roles
+
+
+def _check_roles(trial: _Trial, feature: int, token: int, count: int) -> bool | None:
+    """That a query reaches its own token's output alone, and keys and values those of others.
+
+    Returns: whether a token reaches later ones only (causal); None where that cannot be seen.
+    """
+    for site in trial.streams[1:]:
+        _reach(trial, site, feature)
+    mask = _reach(trial, trial.site, feature)
+    axis = None if mask is None else next((axis for axis, size in enumerate(mask.shape) if size == count), None)
+    if mask is None or axis is None:
+        return None
+    by_token = mask.movedim(axis, 0).flatten(1).any(1)
+    return not bool(by_token[:token].any()) and bool(by_token[token + 1 :].any())
+
+
+def _reach(trial: _Trial, site: AttentionSite, feature: int) -> Tensor | None:
+    """Which outputs one token's key reaches; None where one token alone asks, such as a class token.
+
+    Raises: _Refuted where a token's query reaches as many.
+    """
+    reached = {}
+    for role in ("query", "key", "value"):
+        slot = site.by_role(role)
+        heads = slot.read_raw().clone()
+        heads[:, :, feature] += trial.random(*heads.shape[:2]).to(heads)
+        change = (trial.output((slot, heads, None)) - trial.reference).abs()
+        reached[role] = change > trial.same * trial.reference.abs().max()
+    sizes = {role: int(mask.sum()) for role, mask in reached.items()}
+    if 0 in sizes.values() or sizes["query"] == sizes["key"] == sizes["value"]:
+        return None
+    if sizes["query"] >= min(sizes["key"], sizes["value"]):
+        raise _Refuted("what this reading takes for queries reaches other tokens, as keys do")
+    return reached["key"]
+
+
+def _words(query_key: Symmetry, value_output: Symmetry, separate: bool) -> str:
+    what = {"matrix": "any matrix", "diagonal": "any diagonal matrix", "number": "any number", "none": "nothing"}
+    heads = "heads are separate" if separate else "heads talk to each other"
+    return f"{what[query_key]} moves from queries to keys, {what[value_output]} from values to outputs; {heads}"

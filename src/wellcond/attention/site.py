@@ -37,9 +37,11 @@ class Share:
 class Slot:
     """Where one projection of one attention is stored.
 
-    The stored tensor may be ``(out, in)`` (Linear), ``(in, out)`` (`transposed`, Hugging Face Conv1D) or
-    ``(out, in, 1, 1)`` (1x1 convolution). `rows` names, for each head, its positions on the head axis: the output
-    axis for Q, K, V, the input axis for O (`heads_on_input`). Reading always gives ``(heads, out, in)`` of each head.
+    The stored tensor may be ``(out, in)`` (Linear), ``(in, out)`` (`transposed`, Hugging Face Conv1D),
+    ``(out, in, 1, 1)`` (1x1 convolution), a stack of matrices of which this is number `index` (modded-nanogpt), or a
+    stack of one matrix per head (`by_head`, TransformerLens); `view` is the shape under which it is a stack. `rows`
+    names, for each head, its positions on the head axis: the output axis for Q, K, V, the input axis for O
+    (`heads_on_input`). Reading always gives ``(heads, out, in)`` of each head.
     """
 
     owner: nn.Module
@@ -50,6 +52,9 @@ class Slot:
     bias_owner: nn.Module | None = None
     bias_name: str | None = None
     bias_rows: Tensor | None = None
+    index: int | None = None
+    by_head: bool = False
+    view: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         """One line, without the index table."""
@@ -78,18 +83,48 @@ class Slot:
         """Width of one head."""
         return self.rows.shape[1]
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the stored parameter is a stack of matrices."""
+        return self.by_head or self.index is not None
+
     def as_matrix(self, stored: Tensor) -> Tensor:
-        """The stored tensor as a matrix (out, in); always a view, so that writing into it writes the storage."""
-        matrix = stored.T if self.transposed else stored
+        """The stored tensor as a matrix (out, in): a view, but for a stack of one matrix per head."""
+        if self.by_head:
+            heads = self.take_heads(stored)
+            return heads.transpose(0, 1).flatten(1) if self.heads_on_input else heads.flatten(0, 1)
+        viewed = stored if self.view is None else stored.view(self.view)
+        matrix = viewed if self.index is None else viewed[self.index]
+        matrix = matrix.T if self.transposed else matrix
         return matrix if matrix.dim() == 2 else matrix.view(matrix.shape[0], -1)
 
     def take_heads(self, stored: Tensor) -> Tensor:
         """Per-head matrices ``(heads, out, in)`` of a tensor stored like this slot's weight."""
+        if self.by_head:
+            stack = stored if self.view is None else stored.view(self.view)
+            return stack.mT if self.transposed else stack
         matrix = self.as_matrix(stored)
         rows = self.rows.to(matrix.device)
         if self.heads_on_input:
             return matrix[:, rows].transpose(0, 1)
         return matrix[rows]
+
+    def with_matrix(self, stored: Tensor, matrix: Tensor) -> Tensor:
+        """A tensor stored like this slot's weight, with another matrix (out, in) in its place; differentiable."""
+        if self.by_head:
+            width = self.head_dim
+            heads = (
+                matrix.unflatten(1, (-1, width)).transpose(0, 1)
+                if self.heads_on_input
+                else matrix.view(-1, width, matrix.shape[1])
+            )
+            return (heads.mT if self.transposed else heads).reshape(stored.shape)
+        part = matrix.T if self.transposed else matrix
+        if self.index is None:
+            return part.reshape(stored.shape)
+        stack = stored if self.view is None else stored.view(self.view)
+        parts = [part if number == self.index else other for number, other in enumerate(stack.unbind())]
+        return torch.stack(parts).reshape(stored.shape)
 
     @cached_property
     def span(self) -> slice | None:
@@ -100,14 +135,14 @@ class Slot:
 
     def view_heads(self, stored: Tensor) -> Tensor:
         """As `take_heads`, but without a copy where the storage allows: do not write into it or keep it."""
-        if self.span is None or self.heads_on_input:
+        if self.by_head or self.span is None or self.heads_on_input:
             return self.take_heads(stored)
         return self.as_matrix(stored)[self.span].unflatten(0, tuple(self.rows.shape))
 
     def put_heads_(self, stored: Tensor, heads: Tensor) -> None:
         """Write per-head matrices into a tensor stored like this slot's weight, in place."""
         heads = heads.to(stored)
-        if self.span is not None and not self.heads_on_input:
+        if self.by_head or (self.span is not None and not self.heads_on_input):
             self.view_heads(stored).copy_(heads)
             return
         rows = self.rows.to(stored.device)
@@ -151,6 +186,11 @@ class Slot:
     def share(self, heads: Tensor) -> Share:
         """The part of heads ``(heads, out, in)`` of a sharded weight that this rank stores."""
         self._check_shape(heads)
+        if self.is_stacked:
+            raise WeightError(
+                f"{type(self.owner).__name__}.{self.weight_name} is a stack of matrices that is sharded over ranks: "
+                "expected a plain parameter. Do this before the model is sharded."
+            )
         box = box_of(self.parameter)
         head_axis = 1 if self.heads_on_input else 0
         matrix = heads.transpose(0, 1).flatten(1) if self.heads_on_input else heads.flatten(0, 1)
@@ -174,12 +214,19 @@ class Slot:
     @property
     def in_features(self) -> int:
         """Columns of the stored matrix (out, in)."""
-        return self.parameter.shape[0 if self.transposed else 1]
+        columns = self._matrix_shape[0 if self.transposed else 1]
+        return columns * self.num_heads if self.by_head and self.heads_on_input else columns
 
     @property
     def out_features(self) -> int:
         """Rows of the stored matrix (out, in)."""
-        return self.parameter.shape[1 if self.transposed else 0]
+        rows = self._matrix_shape[1 if self.transposed else 0]
+        return rows * self.num_heads if self.by_head and not self.heads_on_input else rows
+
+    @property
+    def _matrix_shape(self) -> torch.Size:
+        shape = self.parameter.shape if self.view is None else torch.Size(self.view)
+        return shape[1:] if self.is_stacked else shape
 
     def stored_bias(self) -> Tensor | None:
         """The bias as it is stored, with those of other projections where they share one; None where there is none."""
@@ -194,7 +241,7 @@ class Slot:
         if bias is None or self.heads_on_input:
             return bias
         rows = self.rows if self.bias_rows is None else self.bias_rows
-        return bias[rows.to(bias.device)]
+        return bias.flatten()[rows.to(bias.device)]
 
     @torch.no_grad()
     def write_bias_(self, values: Tensor) -> None:
@@ -207,7 +254,7 @@ class Slot:
             bias.copy_(values)
         else:
             rows = self.rows if self.bias_rows is None else self.bias_rows
-            bias[rows.to(bias.device)] = values.to(bias)
+            bias.view(-1)[rows.to(bias.device)] = values.to(bias)
         if is_distributed(stored):
             local_part(stored).copy_(box_of(stored).of(bias))
 
@@ -247,6 +294,8 @@ class AttentionSite:
     ``declared``, by a user's adapter that no trial run could confirm; ``structure``, only where the projections are,
     while scale, rotary embedding and normalisation are not known."""
     roles: Mapping[str, str] = field(default_factory=lambda: USUAL_ROLES)
+    stream: str = ""
+    """Which of several streams with projections of their own (``"added"`` in Flux and SD3); the name ends in it."""
 
     def __post_init__(self) -> None:
         """Check what an adapter claims against what is stored."""

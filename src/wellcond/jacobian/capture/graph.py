@@ -86,7 +86,7 @@ class CutProjections(TorchFunctionMode):
 
 def _is_weight(value: Tensor, weight: Tensor) -> bool:
     """Whether this is a stored weight, or its transpose."""
-    return value is weight or (value._base is weight and value.shape == weight.T.shape)
+    return value is weight or (value._base is weight and weight.dim() == 2 and value.shape == weight.T.shape)
 
 
 @dataclass(frozen=True, eq=False)

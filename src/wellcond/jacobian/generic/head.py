@@ -228,9 +228,8 @@ class GenericHead(ExplicitGram):
         for slot, rows, head in zip(self._slots, self._rows, heads, strict=True):
             key = self._replica.weight_key(slot)
             stored = weights.get(key, self._replica.weight(slot))
-            matrix = stored.T if slot.transposed else stored.reshape(stored.shape[0], -1)
-            matrix = matrix.index_copy(0, rows.flatten(), head.reshape(rows.numel(), -1))
-            weights[key] = matrix.T if slot.transposed else matrix.reshape(stored.shape)
+            matrix = slot.as_matrix(stored).index_copy(0, rows.flatten(), head.reshape(rows.numel(), -1))
+            weights[key] = slot.with_matrix(stored, matrix)
         everything = self._replica.heads(weights)
         return everything if self._kept is None else everything[self._kept]
 

@@ -152,7 +152,9 @@ class Replica:
             )
         owner = self._counterpart(slot)
         with torch.no_grad():
-            slot.as_matrix(owner._parameters[slot.weight_name]).copy_(torch.eye(slot.in_features))  # type: ignore[arg-type]
+            stored = owner._parameters[slot.weight_name]
+            assert stored is not None
+            stored.copy_(slot.with_matrix(stored, torch.eye(slot.in_features)))
             if slot.bias_name is not None:
                 getattr(owner, slot.bias_name).zero_()
 

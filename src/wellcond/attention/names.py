@@ -1,0 +1,53 @@
+"""Under which names attention modules keep their projections, their outputs and the sizes of their heads.
+
+One vocabulary for everybody who looks for them. A name proposes a reading; the module's own output decides.
+"""
+
+from __future__ import annotations
+
+SEPARATE = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+    ("q", "k", "v"),
+    ("c_q", "c_k", "c_v"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("wq", "wk", "wv"),
+    ("Wq", "Wk", "Wv"),
+    ("w_q", "w_k", "w_v"),
+    ("W_q", "W_k", "W_v"),
+    ("W_Q", "W_K", "W_V"),
+    ("q_linear", "k_linear", "v_linear"),
+    ("linear_q", "linear_k", "linear_v"),
+    ("query_proj", "key_proj", "value_proj"),
+    ("project_q", "project_k", "project_v"),
+    ("q_net", "k_net", "v_net"),
+    ("queries", "keys", "values"),
+    ("q_weight", "k_weight", "v_weight"),
+)
+"""A projection of its own for queries, keys and values."""
+
+QUERY_AND_FUSED = (("q", "kv"), ("to_q", "to_kv"), ("q_proj", "kv_proj"), ("wq", "wkv"), ("c_q", "c_kv"))
+"""One for queries, one for keys and values together."""
+
+FUSED = (
+    "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value", "Wqkv", "wqkv", "W_pack", "qkv_net", "in_proj",
+    "qkv_weight", "qkv_w", "w_qkv",
+)  # fmt: skip
+"""One for all three."""
+
+ADDED = (("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out")
+"""Of a second stream, with one set of heads for both (diffusers: Flux, SD3); what it is called in a site's name."""
+
+STACKS = ("qkvo_w", "qkvo", "w_qkvo", "qkvo_weight", "attn_w", "qkvo_bank", "qkv_bank", "attn_bank")
+"""A parameter that holds queries, keys, values and, as a rule, the output projection."""
+
+OUTPUT = (
+    "o_proj", "out_proj", "proj", "c_proj", "to_out", "out", "out_lin", "wo", "Wo", "w_o", "W_o", "W_O", "dense", "o",
+    "output", "projection", "fc_out", "linear_out", "out_linear", "proj_out", "o_weight",
+)  # fmt: skip
+
+HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "nhead", "head_num", "num_head", "h")
+KV_HEADS = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_kv")
+HEAD_DIM = ("head_dim", "dim_head", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
+SCALE = ("scale", "scaling", "softmax_scale")
