@@ -55,7 +55,8 @@ def measure_sharded(
         if torch.distributed.get_rank() != 0 or problem is not None:
             continue
         try:
-            report = _measure_copy(copied, call, heads, options | {"admit": admit, "on_slow": on_slow})
+            hooks = {"admit": None if admit is None else _under_name(admit, site.name), "on_slow": on_slow}
+            report = _measure_copy(copied, call, heads, options | hooks)
             settings = {"convention": report.convention, "kappa": report.kappa, "combine": report.combine}
             rows += [replace(row, name=site.name) for row in report.layers]
         except NUMERICAL as error:
@@ -139,6 +140,11 @@ def _measure_copy(
         raise WellcondError("the forward pass on this batch does not call it")
     own = [head for head in heads if head < site.num_kv_heads]
     return measure(site.module, call, sites=[site], heads=own, **options)
+
+
+def _under_name(admit: Admit, name: str) -> Admit:
+    """The same for a copy of an attention layer, which has lost the name that it has in the model."""
+    return lambda _, head, seconds: admit(name, head, seconds)
 
 
 def _not_measured(site: AttentionSite, problem: str) -> LayerReport:
