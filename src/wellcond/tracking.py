@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from wellcond.attention.checks import choose_sites
+from wellcond.attention.checks import Chosen, choose_sites
 from wellcond.attention.distributed import any_distributed, reshard_, unwrap
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
@@ -81,7 +81,7 @@ class ConditionTracker:
             budget allows.
         weights_every: at such multiples, or at these steps, measure weights and attention maps only,
             which takes milliseconds; where the Jacobian is due as well, it is the one that counts.
-        sites: only these attentions.
+        sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``.
         heads: only these key/value heads.
         budget: largest share of the training time that measuring may cost; None for no limit.
         first_step: how many steps were trained before. If there were any, nothing is measured now.
@@ -112,7 +112,7 @@ class ConditionTracker:
         *,
         every: Steps | Literal["auto"] = "auto",
         weights_every: Steps | None = None,
-        sites: Sequence[AttentionSite] | None = None,
+        sites: Chosen | None = None,
         heads: Sequence[int] | None = None,
         budget: float | None = 0.05,
         first_step: int = 0,
