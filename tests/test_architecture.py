@@ -10,10 +10,11 @@ import pytest
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"records", "errors", "files", "run_lengths", "run_records", "version", "head", "frames", "pages"}
+BASE = {"records", "errors", "arguments", "files", "run_lengths", "run_records", "version", "head", "frames", "pages"}
 ALLOWED = {
     "records": set(),
     "errors": set(),
+    "arguments": set(),
     "pages": {"errors"},
     "files": set(),
     "frames": {"errors"},

@@ -1,8 +1,8 @@
 """Small heads of a layer are measured together, and have the numbers of each by itself."""
 
 import dataclasses
-import json
 import gc
+import json
 import weakref
 
 import pytest

@@ -5,8 +5,8 @@ the dotted name of the module's class, so describing a GPT-2 imports nothing fro
 the adapter of its base only if it keeps the base's `forward`: another forward may read the rows in another order.
 Register the adapter for the subclass to opt in.
 
-Adapters of wellcond itself are compared with the models' forward passes by contract tests. What another adapter declares
-is compared when a module of a class and configuration is first described (`wellcond.attention.proof`).
+Adapters of wellcond itself are compared with the models' forward passes by contract tests. What another adapter
+declares is compared when a module of a class and configuration is first described (`wellcond.attention.proof`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from wellcond.arguments import check_flag, check_model
 from wellcond.attention.head_norm import HEAD_NORM, ROWS_ATTRIBUTE
 from wellcond.attention.probe import describe_by_structure
 from wellcond.attention.proof import Example, prove_layout
@@ -122,6 +123,7 @@ class Scan:
 
 def scan_attention(model: nn.Module) -> Scan:
     """Describe every attention of a model; collect errors about layouts instead of raising them."""
+    check_model(model)
     sites: list[AttentionSite] = []
     refusals: list[UnsupportedLayoutError] = []
     for name, module in model.named_modules():
@@ -137,6 +139,10 @@ def scan_attention(model: nn.Module) -> Scan:
         except UnsupportedLayoutError as refusal:
             refusals.append(refusal)
             continue
+        except WeightError as error:
+            where = f"{name or 'the model itself'} ({place.class_name})"
+            refuse_adapters(module, where)
+            raise WeightError(f"{where}: {error}") from error
         if site is not None:
             sites.append(_with_head_norm(site))
     return Scan(sites, refusals)
@@ -204,7 +210,8 @@ def find_attention(model: nn.Module, *, strict: bool = True) -> Sites:
     Raises:
         AttentionNotFoundError: nothing was recognised.
         UnsupportedLayoutError: something was recognised whose layout cannot be known (the first such module).
-        WeightError: adapters of PEFT hide where the weights are.
+        WeightError: adapters of PEFT hide where the weights are, or they are quantised.
+        TypeError: something that is no module.
 
     Example:
         >>> from torch import nn
@@ -212,11 +219,8 @@ def find_attention(model: nn.Module, *, strict: bool = True) -> Sites:
         >>> site.q.read().shape
         torch.Size([2, 4, 8])
     """
-    try:
-        scan = scan_attention(model)
-    except WeightError:
-        refuse_adapters(model, "this model")
-        raise
+    check_flag("strict", strict)
+    scan = scan_attention(model)
     if scan.refusals and (strict or not scan.sites):
         refuse_adapters(model, scan.refusals[0].name)
         raise scan.refusals[0]

@@ -322,9 +322,7 @@ def _name_reading(site: AttentionSite, read_from: dict[str, tuple[Slot, Tensor] 
     if len(set(owners.values())) == 2 or num_heads % num_kv:
         return ""
     for arrangement, order in itertools.product(("blocks", "groups"), itertools.permutations("qkv")):
-        layout = QKVLayout(
-            num_heads, tables["q"].shape[1], num_kv, tables["v"].shape[1], arrangement, "".join(order)
-        )  # type: ignore[arg-type]
+        layout = QKVLayout(num_heads, tables["q"].shape[1], num_kv, tables["v"].shape[1], arrangement, "".join(order))  # type: ignore[arg-type]
         if all(_same_heads(tables[letter], layout.rows(letter)) for letter in "qkv"):
             return f'fused_site({counts}, arrangement="{arrangement}", order="{layout.order}")'
     return ""
@@ -375,4 +373,3 @@ def _shown_facts(
     if site.scale is not None and abs(scale - site.scale) > 1e-4 * abs(scale):
         raise _RefutedError(f"scale is declared as {site.scale:.7g}, and its logits are {scale:.7g} q.k")
     return facts if site.scale is not None else facts | {"scale": scale}
-
