@@ -76,8 +76,8 @@ class QKVLayout:
     def __post_init__(self) -> None:
         """Refuse counts that cannot be."""
         check_choice("arrangement", self.arrangement, get_args(Arrangement))
-        if not isinstance(self.order, str) or "".join(sorted(self.order)) not in ("kqv", "kv"):
-            raise ValueError(f"order: expected the letters q, k, v (or k, v) in some order, got {self.order!r}")
+        if not isinstance(self.order, str) or "".join(sorted(self.order)) not in ("kqv", "kv", "kq"):
+            raise ValueError(f"order: expected the letters q, k, v (or two of them) in some order, got {self.order!r}")
         check_int("shards", self.shards, at_least=1)
         if self.num_heads % self.kv_heads or self.kv_heads % self.shards:
             raise ValueError(
