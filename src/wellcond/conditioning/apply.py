@@ -49,7 +49,8 @@ def condition_(
     """Add a correction C to Q, K and V in every forward pass, in place; `fold_` merges it for good.
 
     No parameter is added or replaced: optimisers, parameter names and state-dict keys stay, and gradients flow to the
-    original weights only. Biases and W_O are not corrected. One extra state-dict entry marks the weights as raw.
+    original weights only. Biases and W_O are not corrected. One extra state-dict entry marks the weights as raw. A
+    failure of any kind, an interrupt included, leaves the model as it was.
 
     Args:
         model: any model whose attention `find_attention` recognises.
