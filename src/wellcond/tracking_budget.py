@@ -240,7 +240,7 @@ def is_due(steps: Steps | str | None, step: int) -> bool:
     """Whether a step is one of these."""
     if isinstance(steps, Integral):
         return step % int(steps) == 0
-    return steps is not None and (isinstance(steps, str) or step in steps)
+    return steps is not None and (isinstance(steps, str) or step in steps)  # type: ignore[operator]
 
 
 def _check_steps(name: str, steps: Any) -> None:
