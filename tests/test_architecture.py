@@ -37,7 +37,7 @@ ALLOWED = {
     | {"linalg", "attention", "conditioning", "jacobian", "theory"},
     "sharded_measurement": BASE | {"measurement_records", "attention", "conditioning"},
     "track_points": BASE | {"measurement_records"},
-    "tracking_budget": BASE | {"jacobian", "measurement"},
+    "tracking_budget": BASE | {"attention", "jacobian", "measurement"},
     "tracking": BASE
     | {
         "track_points",

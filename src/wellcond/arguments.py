@@ -111,7 +111,7 @@ def check_tensor(name: str, value: Any, dims: Sequence[int] = ()) -> None:
         raise TypeError(
             f"{name}: expected a dense tensor, got {describe(value)} in layout {value.layout}; use to_dense()"
         )
-    if value.is_meta:
+    if value.is_meta and type(value) in (Tensor, nn.Parameter):
         raise TypeError(f"{name}: expected numbers, got {describe(value)} on the meta device, which has none")
     if dims and value.dim() not in dims:
         expected = " or ".join(map(str, dims))

@@ -142,6 +142,7 @@ def scan_attention(model: nn.Module) -> Scan:
         except WeightError as error:
             where = f"{name or 'the model itself'} ({place.class_name})"
             refuse_adapters(module, where)
+            refuse_adapters(model, "this model")
             raise WeightError(f"{where}: {error}") from error
         if site is not None:
             sites.append(_with_head_norm(site))
