@@ -11,7 +11,7 @@ DEMO   := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.demo-$(KEY))
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow test-stress lint docs examples bench zoo clean
+.PHONY: help setup demo test test-slow test-stress test-oldest lint docs examples bench zoo clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -40,6 +40,9 @@ test-slow: $(STAMP)  ## Run the slow tests as well
 test-stress: $(STAMP)  ## Repeat the tests of processes, signals and time: quiet, beside busy processes, on one core (ROUNDS=20)
 	PYTHON=$(abspath $(BIN)/python) tests/stress.sh $(or $(ROUNDS),20)
 
+test-oldest:  ## Run the default tests on the oldest versions that pyproject.toml allows (OLDEST=/elsewhere puts their 8 GB elsewhere)
+	PYTHON=$(PYTHON) tests/oldest.sh
+
 lint: $(STAMP)  ## Style, import order, docstrings, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,4 +69,4 @@ zoo: $(STAMP)  ## Walk every architecture of timm and transformers
 	$(BIN)/wellcond inspect --zoo hf
 
 clean:  ## Remove the virtual environment and caches
-	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest site .pytest_cache .mypy_cache .ruff_cache

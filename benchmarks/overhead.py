@@ -1,4 +1,4 @@
-"""Cost of conditioning per training step, and speed of conditioned initialisation. Run: make bench.
+"""Cost of conditioning per training step and of the default callback, and speed of initialisation. Run: make bench.
 
 Every ratio is measured within one run: the variants take turns, step by step, and each is compared with the plain step
 of its own round; the median over rounds is shown.
@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import operator
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,11 +21,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import wellcond as wc
 from wellcond.attention.effective import corrections_of, remove_conditioning
 from wellcond.conditioning.corrections import SpectralCorrection, straight_through
+from wellcond.integrations.transformers import WellcondCallback
 
 METHODS = {"plain": None, "identity": "identity", "polar": "polar", "balanced": "balanced"}
 GOALS = {"identity": 1.01, "polar": 1.03, "balanced": 1.03}
@@ -151,17 +153,69 @@ def init_ratios(rounds: int, console: Console) -> dict[str, float]:
     return {name: min(values) for name, values in times.items()}
 
 
+def small_llama() -> nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+
+
+def small_gpt2() -> nn.Module:
+    sizes = {"n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes))
+
+
+CALLBACK_CASES = {
+    "Llama, width 64, 2 layers, 64 tokens": (small_llama, 64, 40),
+    "GPT-2, width 384, 6 layers, 256 tokens": (small_gpt2, 256, 40),
+}
+
+
+def trainer_seconds(build: Callable[[], nn.Module], tokens: int, steps: int, tracked: bool) -> tuple[float, str]:
+    """Time of `Trainer.train`, and what the default callback says of its own share of it."""
+    torch.manual_seed(0)
+    rows = torch.randint(64, (steps, tokens))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=steps, per_device_train_batch_size=1, save_strategy="no", report_to=[], use_cpu=True,
+            dataloader_pin_memory=False, disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        trainer = Trainer(build(), arguments, train_dataset=data)
+        callback = WellcondCallback().add_to(trainer) if tracked else None
+        took = seconds(trainer.train)
+    if callback is None or callback.watch is None:
+        return took, ""
+    tracker = callback.watch.tracker
+    jacobians = sum(point.condition_number is not None for point in tracker.points)
+    steps_measured = len({point.step for point in tracker.points})
+    return took, f"{tracker.overhead:.1%}, {steps_measured} steps, {jacobians} times kappa(J)"
+
+
+def print_callback(out: Console) -> None:
+    """Trainer with and without the default callback, in turn; the first round warms up."""
+    table = Table("Trainer.train", "without, s", "with WellcondCallback(), s", "ratio", "the callback's own account")
+    for name, (build, tokens, steps) in CALLBACK_CASES.items():
+        trainer_seconds(build, tokens, 2, True)
+        plain, _ = trainer_seconds(build, tokens, steps, False)
+        tracked, account = trainer_seconds(build, tokens, steps, True)
+        table.add_row(name, f"{plain:.2f}", f"{tracked:.2f}", f"{tracked / plain:.2f}", account)
+    out.print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--skip-steps", action="store_true", help="only the initialisation")
+    parser.add_argument("--skip-steps", action="store_true", help="not the cost of corrections")
+    parser.add_argument("--only-callback", action="store_true", help="only the cost of the default callback")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore", wc.NumericalWarning)
     console, out = Console(stderr=True), Console(width=140)
     out.print(f"torch {torch.__version__}, {options.threads} thread(s), {options.rounds} rounds, float32, CPU")
 
+    print_callback(out)
+    if options.only_callback:
+        return
     if not options.skip_steps:
         ratios_of = (f"{name} / plain" for name in GOALS)
         table = Table(

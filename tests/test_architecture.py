@@ -10,10 +10,11 @@ import pytest
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"records", "errors", "files", "run_lengths", "run_records", "version", "head", "frames", "pages"}
+BASE = {"records", "errors", "arguments", "files", "run_lengths", "run_records", "version", "head", "frames", "pages"}
 ALLOWED = {
     "records": set(),
     "errors": set(),
+    "arguments": set(),
     "pages": {"errors"},
     "files": set(),
     "frames": {"errors"},
@@ -36,7 +37,7 @@ ALLOWED = {
     | {"linalg", "attention", "conditioning", "jacobian", "theory"},
     "sharded_measurement": BASE | {"measurement_records", "attention", "conditioning"},
     "track_points": BASE | {"measurement_records"},
-    "tracking_budget": BASE | {"jacobian", "measurement"},
+    "tracking_budget": BASE | {"attention", "jacobian", "measurement"},
     "tracking": BASE
     | {
         "track_points",

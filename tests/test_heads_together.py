@@ -1,8 +1,8 @@
 """Small heads of a layer are measured together, and have the numbers of each by itself."""
 
 import dataclasses
-import json
 import gc
+import json
 import weakref
 
 import pytest
@@ -203,7 +203,7 @@ def test_an_error_is_raised_if_and_only_if_nothing_was_measured(heads):
 
 def test_the_tracker_says_which_head_failed_and_why():
     model = with_overflow()
-    tracker = wc.ConditionTracker(model, IMAGES[:1].double(), every=1, budget=None)
+    tracker = wc.ConditionTracker(model, IMAGES[:1].double(), every=1, budget=None, heads="all")
     model.load_state_dict(with_overflow(2).state_dict())
     points = {(point.layer, point.head): point for point in tracker.step()}
     failed = points.pop(("blocks.1.attn", 2))

@@ -135,7 +135,11 @@ def _some(names: Sequence[str], limit: int = 40) -> str:
 
 def check_choice(what: str, got: object, choices: Sequence[object]) -> None:
     """Raise `UnknownChoiceError` unless `got` is one of `choices`."""
-    if got not in choices:
+    try:
+        known = got in choices
+    except (RuntimeError, ValueError):  # tensors and arrays compare entry by entry
+        known = False
+    if not known:
         raise UnknownChoiceError(what, got, choices)
 
 

@@ -193,6 +193,7 @@ def _check(head: Head) -> None:
             raise ValueError(f"{name}: expected {last} columns ({expected}), got shape {tuple(tensor.shape)}")
     if head.w_q.shape[-2] != head.w_k.shape[0]:
         raise ValueError(f"queries and keys differ in width: {head.w_q.shape[-2]} and {head.w_k.shape[0]}")
+    _check_biases(head)
     shape = (head.num_tokens, head.memory.shape[0])
     for name, matrix in (("mask", head.mask), ("p", head.p)):
         if matrix is not None and (tuple(matrix.shape[-2:]) != shape or matrix.dim() > 3):
@@ -208,6 +209,16 @@ def _check(head: Head) -> None:
             )
     if head.p is not None and not bool((head.p >= 0).all() and ((head.p.sum(-1) - 1).abs() < 1e-6).all()):
         raise ValueError("expected the rows of p to be probabilities: non-negative, with sum 1")
+
+
+def _check_biases(head: Head) -> None:
+    """A bias has an entry for each row of its weight; that of grouped queries, of every query head."""
+    for name, weight in (("b_q", head.w_q), ("b_k", head.w_k), ("b_v", head.w_v)):
+        bias, expected = getattr(head, name), tuple(weight.shape[:-1])
+        if bias is not None and tuple(bias.shape) not in (expected, expected[-1:]):
+            raise ValueError(
+                f"{name}: expected the shape {expected} of the rows of its weight, got {tuple(bias.shape)}"
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,14 +6,15 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.checks import choose_sites
+from wellcond.arguments import check_batch, check_flag, check_int, check_ints, describe
+from wellcond.attention.checks import Chosen, check_readable, choose_sites
 from wellcond.attention.distributed import is_sharded
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
@@ -90,7 +91,7 @@ class MeasureSettings:
         output: also measure each layer's output through W_O, with respect to all its Q, K, V together.
         memory_limit: bytes that may be used.
 
-    Raises: UnknownChoiceError, ValueError: values that do not exist or exclude each other.
+    Raises: UnknownChoiceError, TypeError, ValueError: values that do not exist or exclude each other.
 
     Example:
         >>> MeasureSettings(samples=4, kappa="pseudo").combine
@@ -115,8 +116,11 @@ class MeasureSettings:
         check_choice("combine", self.combine, get_args(Combine))
         check_choice("grouped", self.grouped, get_args(Grouped))
         check_choice("Jacobian method", self.method, ("auto", *METHODS))
-        if self.samples < 1:
-            raise ValueError(f"samples: expected at least 1, got {self.samples}")
+        check_int("samples", self.samples, at_least=1)
+        for name in ("jacobian", "biases", "output"):
+            check_flag(name, getattr(self, name))
+        if self.memory_limit is not None:
+            check_int("memory_limit", self.memory_limit, at_least=1)
         if self.convention == "stack" and self.biases:
             raise ValueError(
                 "biases=True: the stacked convention is defined without biases; leave them out, or use "
@@ -162,7 +166,7 @@ def measure(
     model: nn.Module,
     batch: Any,
     *,
-    sites: Sequence[AttentionSite] | None = None,
+    sites: Chosen | None = None,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     settings: MeasureSettings | None = None,
@@ -184,7 +188,7 @@ def measure(
     Args:
         model: any model that `find_attention` understands, conditioned or not.
         batch: a tensor, a mapping of keyword arguments, or a tuple of arguments.
-        sites: only these attentions.
+        sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``.
         layers: only the attentions with these numbers, in the order of `find_attention`.
         heads: only these key/value heads; query heads where each is measured by itself.
         settings: what to compute; the defaults of `MeasureSettings` if None.
@@ -202,19 +206,28 @@ def measure(
     Raises:
         AttentionNotFoundError: nothing was recognised.
         WeightError: NaN or infinite activations or weights, with the layer's name.
-        UnknownChoiceError, ValueError: options that do not exist.
+        UnknownChoiceError, TypeError, ValueError: options that do not exist.
         ReportError: `resume` is the file of another measurement.
         WellcondError: not one head could be measured; the reason of the first.
     """
+    if settings is not None and not isinstance(settings, MeasureSettings):
+        raise TypeError(f"settings: expected MeasureSettings(...), got {describe(settings)}")
     task = dataclasses.replace(settings or MeasureSettings(), **options)
+    heads = None if heads is None else check_ints("heads", heads)
+    layers = None if layers is None else check_ints("layers", layers)
+    if resume is not None and not isinstance(resume, (str, Path)):
+        raise TypeError(f"resume: expected the path of a file, got {describe(resume)}")
+    if not callable(progress):
+        raise TypeError(f"progress: expected a function that wraps a list, got {describe(progress)}")
+    check_batch(batch)
     chosen = choose_sites(model, sites) if sites is not None else find_attention(model, strict=False)
     if layers is not None:
         outside = [layer for layer in layers if not 0 <= layer < len(chosen)]
         if outside:
             raise ValueError(f"layers: expected numbers below {len(chosen)}, got {outside[0]}")
         chosen = [chosen[layer] for layer in layers]
-    facts = {"conditioning": conditioning_of(model), "run": run_facts(model, batch)}
-    report = partial(MeasurementReport, convention=task.convention, kappa=task.kappa, combine=task.combine, **facts)
+    check_readable(chosen)
+    facts, conditioning = run_facts(model, batch), conditioning_of(model)
     if is_sharded(model):
         if resume is not None:
             raise ValueError("resume: a model that is sharded over ranks is measured in one go; leave resume out")
@@ -226,12 +239,13 @@ def measure(
             report = measure(site.module, call, sites=[site], heads=own, settings=task, admit=asked, on_slow=on_slow)
             return report.layers[0]
 
-        return report(tuple(measure_sharded(model, batch, chosen, measure_whole)))
-    captured = capture_sites(
-        model, batch, chosen, max_samples=task.samples, required=sites is not None or layers is not None
-    )
-    log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
-    return report(_measure_captured(captured, heads, task, progress, log, _Pace(admit, on_slow)))
+        rows = tuple(measure_sharded(model, batch, chosen, measure_whole))
+    else:
+        asked = sites is not None or layers is not None
+        captured = capture_sites(model, batch, chosen, max_samples=task.samples, required=asked)
+        log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
+        rows = _measure_captured(captured, heads, task, progress, log, _Pace(admit, on_slow))
+    return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning, run=facts)
 
 
 def _measure_captured(

@@ -240,7 +240,7 @@ class MeasurementReport:
             if not isinstance(data, dict) or data.get("schema") != SCHEMA:
                 raise ValueError(f"expected a report of schema {SCHEMA}")
             return restore(cls, data)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ReportError(f"not a report of wellcond.measure: {error}; measure again") from error
 
     def to_table(self) -> str:

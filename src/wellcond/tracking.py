@@ -6,16 +6,15 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from wellcond.attention.checks import choose_sites
+from wellcond.attention.checks import Chosen, choose_sites
 from wellcond.attention.distributed import any_distributed, reshard_, unwrap
 from wellcond.attention.find import find_attention
-from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
 from wellcond.frames import make_frame
 from wellcond.jacobian.select import show_seconds
@@ -71,7 +70,7 @@ class ConditionTracker:
             budget allows.
         weights_every: at such multiples, or at these steps, measure weights and attention maps only;
             where the Jacobian is due as well, it is the one that counts.
-        sites: only these attention layers.
+        sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``.
         heads: these key/value heads of each layer, or ``"all"``; the first one if None.
         budget: largest share of the training time that measuring may cost; None for no limit.
         first_step: how many steps were trained before. If there were any, nothing is measured now.
@@ -103,7 +102,7 @@ class ConditionTracker:
         *,
         every: Steps | Literal["auto"] = "auto",
         weights_every: Steps | None = None,
-        sites: Sequence[AttentionSite] | None = None,
+        sites: Chosen | None = None,
         heads: Heads | None = None,
         budget: float | None = 0.05,
         first_step: int = 0,

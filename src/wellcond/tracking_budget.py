@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal
 
+from wellcond.arguments import describe
+from wellcond.attention.site import AttentionSite
 from wellcond.jacobian.select import SLOW_SECONDS, show_seconds
 from wellcond.measurement import MeasureSettings
 
@@ -52,8 +54,10 @@ class TrackingOptions:
                 f"heads: expected numbers of key/value heads such as [0, 1], 'all', or None for the first of each "
                 f"layer, got {heads!r}"
             )
-        if self.sites is not None and not isinstance(self.sites, (str, Sequence)):
-            raise ValueError(f"sites: expected attention layers from find_attention(model), got {self.sites!r}")
+        if self.sites is not None and not isinstance(self.sites, (str, Sequence, AttentionSite)):
+            raise TypeError(
+                f"sites: expected sites of find_attention(model) or a pattern of paths, got {describe(self.sites)}"
+            )
         if not _is_count(self.samples, least=1):
             raise ValueError(f"samples: expected a number of samples, at least 1, got {self.samples!r}")
         MeasureSettings(**self.of_measure())
@@ -240,7 +244,7 @@ def is_due(steps: Steps | str | None, step: int) -> bool:
     """Whether a step is one of these."""
     if isinstance(steps, Integral):
         return step % int(steps) == 0
-    return steps is not None and (isinstance(steps, str) or step in steps)
+    return steps is not None and (isinstance(steps, str) or step in steps)  # type: ignore[operator]
 
 
 def _check_steps(name: str, steps: Any) -> None:

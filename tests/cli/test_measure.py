@@ -104,6 +104,20 @@ def test_options_reach_measure(run, file, tmp_path):
     assert code == 0 and json.loads(output.read_text())["convention"] == "stack"
 
 
+def test_what_takes_long_is_announced_with_the_options_that_change_it(file, monkeypatch, capsys):
+    from wellcond.cli.main import main
+
+    monkeypatch.setattr(sys, "argv", ["wellcond", "measure", f"{file}:vit", "--layers", "0"])
+    said = []
+    for slow in (10.0, 0.0):
+        monkeypatch.setattr("wellcond.measurement.SLOW_SECONDS", slow)
+        with pytest.raises(SystemExit):
+            main()
+        said.append([line for line in capsys.readouterr().err.splitlines() if "expected to take up to" in line])
+    assert not said[0] and len(said[1]) == 1
+    assert "--layers, --heads or fewer --tokens" in said[1][0] and "--resume FILE" in said[1][0]
+
+
 def test_an_infinite_condition_number_comes_with_its_reason_and_the_pseudo_one(run, file):
     code, out = run(f"{file}:vit", "--input", "digits", "--convention", "stack")
     assert code == 0

@@ -134,7 +134,8 @@ def backward(family: str, prepare: Prepare) -> None:
 
 
 def features(family: str, prepare: Prepare) -> None:
-    model = create(family, prepare, features_only=True).eval()
+    layers = {"out_indices": (0, 1)} if MODELS[family][1] is SHALLOW else {}
+    model = create(family, prepare, features_only=True, **layers).eval()
     channels = model.feature_info.channels()  # type: ignore[operator, union-attr]
     axis = -1 if getattr(model, "output_fmt", "NCHW") == "NHWC" else 1
     outputs = model(images(model))

@@ -61,7 +61,7 @@ def recipe(root, **changes):
         "training": {"length": {"steps": 6}, "batch_size": 2, "threads": 1, "log_every": 1},
         "evaluation": {"every": {"steps": 3}, "batch_size": 2},
         "checkpoint": {"every": {"steps": 2}},
-        "tracking": {"weights_every": {"steps": 6}, "jacobian_points": 2},
+        "tracking": {"weights_every": {"steps": 6}, "jacobian_points": 2, "heads": "all", "budget": None},
     }
     return Recipe.model_validate(content | changes)
 

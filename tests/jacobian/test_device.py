@@ -52,7 +52,7 @@ def everything_is_large(monkeypatch):
 def agrees(found, expected):
     assert (found.method, found.status, found.rank) == (expected.method, expected.status, expected.rank)
     assert found.sigma_max == pytest.approx(expected.sigma_max, rel=1e-8)
-    assert found.sigma_rank == pytest.approx(expected.sigma_rank, rel=1e-6)
+    assert found.sigma_rank == pytest.approx(expected.sigma_rank, rel=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize("method", ["gram", "cholesky", "implicit"])

@@ -49,7 +49,9 @@ def test_both_bounds_of_cross_covariance_hold():
         exact = wc.measure(model, x, heads=[0], method="dense").layers[0].heads[0].jacobian
         found = wc.measure(model, x, heads=[0], method="cholesky").layers[0].heads[0].jacobian
         assert 0 < found.sigma_rank_bounds[0] <= exact.sigma_min <= found.sigma_rank_bounds[1]
-        assert found.sigma_max_bounds[0] <= exact.sigma_max * (1 + 1e-9) and exact.sigma_max <= found.sigma_max_bounds[1]
+        assert (
+            found.sigma_max_bounds[0] <= exact.sigma_max * (1 + 1e-9) and exact.sigma_max <= found.sigma_max_bounds[1]
+        )
 
 
 def unresolved():

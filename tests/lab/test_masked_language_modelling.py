@@ -251,7 +251,7 @@ def test_training_guesses_better_than_frequency(tmp_path, name):
         schedule={"name": "triangular"},
         training={"length": {"steps": 60}, "batch_size": 32, "accumulate": 2, "clip_norm": 0.5, "threads": 1},
         evaluation={"every": {"steps": 30}},
-        tracking={"weights_every": None, "jacobian_points": 2, "heads": [0]},
+        tracking={"weights_every": None, "jacobian_points": 2, "heads": [0], "budget": None},
     )
     job = Job(small, MethodSettings(), 0, tmp_path / "run", base=tmp_path, cpu=True)
     record = run_job(job)

@@ -88,7 +88,7 @@ def test_recipe_runs_to_a_test_score(task, method, mirror, tmp_path):
 
 
 def test_the_jacobian_is_followed_over_training(tmp_path):
-    tracking = "tracking={weights_every: {steps: 2}, jacobian_points: 2, heads: [0]}"
+    tracking = "tracking={weights_every: {steps: 2}, jacobian_points: 2, heads: [0], budget: null}"
     small = ("task.length=24", "data.options.max_length=24", "model.arguments.landmarks=3", "model.arguments.width=16")
     trained(tmp_path, "listops", "identity(lam=1)", *SHORT, *CHANGES["listops"], *small, tracking)
     rows = [json.loads(line) for line in (tmp_path / "conditioning.jsonl").read_text().splitlines()]

@@ -66,9 +66,9 @@ def plot_data(page):
 def test_summary_table_holds_the_statistics(usual):
     table = build_tables(usual)[0]
     rows = {row[0]: row for row in table.rows}
-    assert rows["conditioned"][1:5] == ("3", "94.17 ± 1.04", "+3.17 [+2.45, +3.88]", "0.0055")
-    assert rows["polar"][1] == "1 + 1 diverged (50 %) + 1 partial" and rows["polar"][4] == "–"
-    assert rows["identity(lam=10)"][5:7] == ("worse", "> 12") and rows["polar"][9] == "1.55 ×"
+    assert rows["conditioned"][1:6] == ("3", "–", "94.17 ± 1.04", "+3.17 [+2.45, +3.88]", "0.0055")
+    assert rows["polar"][1] == "1 + 1 diverged (50 %) + 1 partial" and rows["polar"][5] == "–"
+    assert rows["identity(lam=10)"][6:8] == ("worse", "> 12") and rows["polar"][10] == "1.55 ×"
     notes = " ".join(table.notes)
     assert "polar, seed 1 diverged" in notes and "paired difference is left out" in notes and "1 unfinished" in notes
 
@@ -182,7 +182,7 @@ def test_one_seed_is_said_and_not_tested(tmp_path):
         "Against default, the largest gain is +5.00 points, of conditioned; with only one seed no difference can be "
         "told from the luck of a seed."
     )
-    assert build_tables(analysis)[0].rows[1][3:5] == ("+5.00", "–")
+    assert build_tables(analysis)[0].rows[1][4:6] == ("+5.00", "–")
     assert len(render_page(gather(analysis))) > 1e6
 
 
@@ -196,7 +196,7 @@ def test_perplexity(tmp_path):
     methods = [FakeMethod("default", {0: 30.0, 1: 31.0, 2: 32.5}), FakeMethod("polar", {0: 28.0, 1: 29.5, 2: 29.0})]
     analysis = study(tmp_path, methods, metric=PERPLEXITY)
     assert "1 is undecided; the largest gain is +2.333, of polar" in bottom_line(analysis)
-    assert build_tables(analysis)[0].rows[1][2] == "28.83 ± 0.7638"
+    assert build_tables(analysis)[0].rows[1][3] == "28.83 ± 0.7638"
     assert "(perplexity negated)" in build_tables(analysis)[0].notes[0]
     assert "lower is better" in render_page(gather(analysis))
 
@@ -206,7 +206,7 @@ def test_without_conditioning_rows(tmp_path):
     page = render_page(gather(analysis))
     assert 'href="#learning"' in page and 'href="#attention"' not in page and 'href="#conditioning"' not in page
     assert {figure.section for figure in build_figures(analysis)} == {"Summary", "Learning"}
-    assert build_tables(analysis)[0].rows[0][7:9] == ("–", "–")
+    assert build_tables(analysis)[0].rows[0][8:10] == ("–", "–")
 
 
 def test_no_finished_run_at_all(tmp_path):
@@ -223,7 +223,7 @@ def test_no_finished_run_at_all(tmp_path):
 def test_a_method_that_was_not_run_yet(tmp_path):
     methods = [FakeMethod("default", {0: 0.9}), FakeMethod("polar", {})]
     analysis = study(tmp_path, methods)
-    assert build_tables(analysis)[0].rows[1][1:3] == ("0", "–")
+    assert build_tables(analysis)[0].rows[1][1:4] == ("0", "–", "–")
 
 
 def test_different_seed_sets_are_paired_where_they_meet(tmp_path):
@@ -336,7 +336,7 @@ def test_hostile_labels_do_no_harm(tmp_path):
     text = (path.parent / "report.md").read_text()
     assert "<script" not in text and "<img" not in text
     rows = [line for line in text.splitlines() if line.startswith(r"| &lt;/script")]
-    assert rows and all(len(re.findall(r"(?<!\\)\|", row)) == 11 for row in rows[:1])
+    assert rows and all(len(re.findall(r"(?<!\\)\|", row)) == 12 for row in rows[:1])
 
 
 def test_json_in_a_script_cannot_end_it():
@@ -425,7 +425,7 @@ def test_a_baseline_that_did_not_finish(tmp_path):
     analysis = study(tmp_path, methods)
     assert bottom_line(analysis) == "Only polar has finished runs, so there is nothing to compare."
     assert build_tables(analysis)[0].rows[0][1] == "0 + 1 diverged (100 %) + 1 partial"
-    assert build_tables(analysis)[0].rows[1][3:6] == ("–", "–", "–")
+    assert build_tables(analysis)[0].rows[1][4:7] == ("–", "–", "–")
     render_page(gather(analysis))
 
 

@@ -36,10 +36,10 @@ def table(analysis, name):
 
 def test_the_summary_is_of_the_test_split(analysis):
     summary = table(analysis, "summary")
-    assert summary.header[2] == "test accuracy (%), mean ± std"
+    assert summary.header[3] == "test accuracy (%), mean ± std"
     rows = {row[0]: row for row in summary.rows}
-    assert rows["gaussian"][2] == "87.17 ± 1.04" and rows["default (baseline)"][2] == "81.00 ± 1.00"
-    assert rows["gaussian"][3].startswith("+6.17 [")
+    assert rows["gaussian"][3] == "87.17 ± 1.04" and rows["default (baseline)"][3] == "81.00 ± 1.00"
+    assert rows["gaussian"][4].startswith("+6.17 [")
     assert "Test accuracy is that with the weights of the best evaluation" in " ".join(summary.notes)
 
 

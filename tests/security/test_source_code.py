@@ -65,7 +65,7 @@ def names_in(source):
             return known.get(node.id) if isinstance(node.ctx, ast.Load) else None
         if isinstance(node, ast.Attribute):
             return (inner := full_name(node.value)) and f"{inner}.{node.attr}"
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) > 1:
             inner, attribute = full_name(node.args[0]), node.args[1]
             return inner and f"{inner}.{attribute.value if isinstance(attribute, ast.Constant) else '*'}"
         return None

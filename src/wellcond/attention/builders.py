@@ -15,11 +15,26 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from wellcond.arguments import check_int, describe
 from wellcond.attention.site import AttentionSite, Place, Slot
 from wellcond.errors import UnsupportedLayoutError, WeightError, check_choice
 
 Arrangement = Literal["blocks", "groups"]
 Role = Literal["q", "k", "v"]
+FACTS = (
+    "kind",
+    "scale",
+    "causal",
+    "cross",
+    "relative_position_bias",
+    "qk_norm",
+    "rotary",
+    "talking_heads",
+    "modifiers",
+    "evidence",
+    "roles",
+)
+"""Fields of a site that an adapter declares."""
 
 
 def head_rows(num_heads: int, head_dim: int, *, start: int = 0, stride: int | None = None) -> Tensor:
@@ -61,6 +76,9 @@ class QKVLayout:
     def __post_init__(self) -> None:
         """Refuse counts that cannot be."""
         check_choice("arrangement", self.arrangement, get_args(Arrangement))
+        if not isinstance(self.order, str) or "".join(sorted(self.order)) not in ("kqv", "kv", "kq"):
+            raise ValueError(f"order: expected the letters q, k, v (or two of them) in some order, got {self.order!r}")
+        check_int("shards", self.shards, at_least=1)
         if self.num_heads % self.kv_heads or self.kv_heads % self.shards:
             raise ValueError(
                 f"expected query heads to be a multiple of key/value heads and those of shards, "
@@ -134,11 +152,15 @@ def out_features(projection: nn.Module) -> int:
 
     Raises: WeightError if it holds no weight tensor.
     """
-    weight = getattr(projection, "weight", None)
+    if not isinstance(projection, nn.Module):
+        raise TypeError(f"expected a projection such as nn.Linear, got {describe(projection)}")
+    weight, name = getattr(projection, "weight", None), f"{type(projection).__module__}.{type(projection).__name__}"
+    advice = "expected a projection with floating point weights: use the model before quantisation"
     if not isinstance(weight, Tensor):
+        raise WeightError(f"a {name} holds no weight tensor (quantised?); {advice}")
+    if weight.dim() < 2 or not weight.dtype.is_floating_point:
         raise WeightError(
-            f"a {type(projection).__module__}.{type(projection).__name__} holds no weight tensor (quantised?); "
-            "expected a projection with floating point weights: use the model before quantisation"
+            f"a {name} stores its weight as {weight.dtype} of shape {tuple(weight.shape)} (quantised?); {advice}"
         )
     return weight.shape[1] if is_conv1d(projection) else weight.shape[0]
 
@@ -160,6 +182,7 @@ def output_slot(place: Place, output: nn.Module | None, num_heads: int, head_dim
     """Slot of W_O, whose heads are columns; None where there is no plain output projection."""
     if output is None or isinstance(output, nn.Identity):
         return None
+    out_features(output)
     slot = projection_slot(output, head_rows(num_heads, head_dim), heads_on_input=True)
     if slot.in_features != num_heads * head_dim:
         raise UnsupportedLayoutError(
@@ -194,6 +217,28 @@ def divide_heads(place: Place, what: str, rows: int, num_heads: int) -> int:
     return rows // num_heads
 
 
+def _check_counts(place: Place, **counts: Any) -> None:
+    """Refuse counts that are no whole numbers above zero; None is one that was not declared.
+
+    Raises: TypeError, ValueError.
+    """
+    if not isinstance(place, Place):
+        raise TypeError(f"place: expected what an adapter is called with, got {describe(place)}")
+    for name, count in counts.items():
+        if count is not None or name == "num_heads":
+            check_int(f"{place.class_name}: {name}", count, at_least=1)
+
+
+def _known_facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts by the names of the fields of `AttentionSite` that no builder sets.
+
+    Raises: UnknownChoiceError for another name.
+    """
+    for name in facts:
+        check_choice("fact of an attention site", name, FACTS)
+    return facts
+
+
 def separate_site(
     place: Place,
     q: nn.Module,
@@ -208,6 +253,7 @@ def separate_site(
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with three projections of their own; heads follow each other in the rows."""
+    _check_counts(place, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     kv_heads = num_kv_heads or num_heads
     head_dim = head_dim or divide_heads(place, "query", out_features(q), num_heads)
     value_dim = divide_heads(place, "value", out_features(v), kv_heads)
@@ -222,7 +268,7 @@ def separate_site(
         k=projection_slot(k, head_rows(kv_heads, head_dim)),
         v=projection_slot(v, head_rows(kv_heads, value_dim)),
         o=output_slot(place, output, num_heads, value_dim),
-        **facts,
+        **_known_facts(facts),
     )
 
 
@@ -242,6 +288,8 @@ def fused_site(
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with one projection that holds Q, K and V."""
+    counts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    _check_counts(place, **counts, value_head_dim=value_head_dim)
     kv_heads = num_kv_heads or num_heads
     rows = out_features(qkv)
     head_dim = head_dim or divide_heads(place, "fused q, k, v", rows, num_heads + 2 * kv_heads)
@@ -258,7 +306,7 @@ def fused_site(
         k=projection_slot(qkv, layout.rows("k")),
         v=projection_slot(qkv, layout.rows("v")),
         o=output_slot(place, output, num_heads, value_dim),
-        **facts,
+        **_known_facts(facts),
     )
 
 
@@ -276,6 +324,7 @@ def query_and_kv_site(
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with a query projection and one that holds K and V."""
+    _check_counts(place, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     kv_heads = num_kv_heads or num_heads
     head_dim = head_dim or divide_heads(place, "query", out_features(q), num_heads)
     check_rows(place, "query", out_features(q), [num_heads], [head_dim])
@@ -290,5 +339,5 @@ def query_and_kv_site(
         k=projection_slot(kv, layout.rows("k")),
         v=projection_slot(kv, layout.rows("v")),
         o=output_slot(place, output, num_heads, head_dim),
-        **facts,
+        **_known_facts(facts),
     )

@@ -6,21 +6,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from wellcond.attention.distributed import local_part
-from wellcond.attention.find import find_attention, refuse_adapters
+from wellcond.arguments import check_model, describe
+from wellcond.attention.distributed import is_distributed, local_part
+from wellcond.attention.find import Scan, find_attention, refuse_adapters, scan_attention
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.errors import ConditioningError, WeightError, check_choice
+from wellcond.attention.sites import closest_paths, path_matches
+from wellcond.errors import ConditioningError, SiteNotFoundError, WeightError, check_choice
+
+Chosen = Sequence[AttentionSite | str] | AttentionSite | str
+"""What `sites=` takes: sites, or patterns of their paths such as ``"blocks.*"``."""
 
 
-def choose_sites(model: nn.Module, sites: Sequence[AttentionSite] | None) -> list[AttentionSite]:
+def choose_sites(model: nn.Module, sites: Chosen | None) -> list[AttentionSite]:
     """The sites asked for, or all of the model's.
 
-    Raises: ValueError if a site belongs to another model or none is given.
+    A text is a path (all attention layers in or under it) or a pattern of paths, in which ``*`` stands for anything.
+
+    Raises:
+        ValueError: a site belongs to another model, or none is given.
+        SiteNotFoundError: no attention has such a path.
+        UnsupportedLayoutError: an attention with such a path is not understood.
+        TypeError: something else than sites and texts.
     """
+    check_model(model)
     if sites is None:
         return find_attention(model)
+    sites = _as_sites(model, [sites] if isinstance(sites, (str, AttentionSite)) else sites)
     names = {id(module): name for name, module in reversed(list(model.named_modules()))}
     order = {key: place for place, key in enumerate(reversed(list(names)))}
     for site in sites:
@@ -34,6 +48,35 @@ def choose_sites(model: nn.Module, sites: Sequence[AttentionSite] | None) -> lis
         path = ".".join(part for part in (names[id(site.module)], site.stream) if part)
         chosen[order[id(site.module)], site.stream] = replace(site, name=path)
     return [chosen[key] for key in sorted(chosen)]
+
+
+def _as_sites(model: nn.Module, chosen: object) -> list[AttentionSite]:
+    """Sites of a list in which patterns may stand for them."""
+    if not isinstance(chosen, Iterable) or isinstance(chosen, (Tensor, nn.Module)):
+        raise TypeError(f"sites: expected sites of find_attention(model) or a pattern of paths, got {describe(chosen)}")
+    entries = list(chosen)
+    scan = scan_attention(model) if any(isinstance(entry, str) for entry in entries) else None
+    found: list[AttentionSite] = []
+    for entry in entries:
+        if isinstance(entry, AttentionSite):
+            found.append(entry)
+        elif isinstance(entry, str):
+            assert scan is not None
+            found += _matching(entry, scan)
+        else:
+            raise TypeError(f"sites: expected sites or patterns of paths in the list, found {describe(entry)}")
+    return found
+
+
+def _matching(pattern: str, scan: Scan) -> list[AttentionSite]:
+    refused = next((refusal for refusal in scan.refusals if path_matches(pattern, refusal.name)), None)
+    if refused is not None:
+        raise refused
+    found = [site for site in scan.sites if path_matches(pattern, site.name)]
+    if not found:
+        names = [site.name for site in scan.sites]
+        raise SiteNotFoundError(pattern, names, several=False, close=closest_paths(pattern, names))
+    return found
 
 
 def choose_projections(projections: str) -> str:
@@ -67,8 +110,14 @@ def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections
                 f"{where} is on the meta device and has no values yet. Call {verb} after the model is materialised: "
                 "model.to_empty(device=...), then the model's own initialisation or load_state_dict, then this."
             )
-        if not parameter.dtype.is_floating_point:
-            raise WeightError(f"{where} is stored as {parameter.dtype} (quantised?): expected floating point weights")
+        if not parameter.dtype.is_floating_point or (
+            is_traceable_wrapper_subclass(parameter) and not is_distributed(parameter)
+        ):
+            how = type(parameter).__name__ if parameter.dtype.is_floating_point else parameter.dtype
+            raise WeightError(
+                f"{where} of a {type(slot.owner).__name__} is stored as {how} (quantised?): expected floating point "
+                f"weights. Call {verb} before quantisation."
+            )
         if not parameter.requires_grad:
             raise WeightError(
                 f"{where} is frozen (requires_grad=False), so {verb} does not change it. "
@@ -76,6 +125,30 @@ def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections
             )
     _check_tied(model, chosen, verb)
     _check_memory(model, chosen, verb)
+
+
+def check_readable(sites: Iterable[AttentionSite]) -> None:
+    """Refuse weights that are no plain numbers: of a quantised layer, or behind an adapter of PEFT.
+
+    Raises: WeightError with the layer, its class, and what to do.
+    """
+    for site in sites:
+        for role, slot in site.slots.items():
+            where = f"{site.name or 'the model itself'} ({role}, {type(slot.owner).__name__})"
+            refuse_adapters(slot.owner, where)
+            stored = slot.owner._parameters.get(slot.weight_name)
+            if stored is None:
+                how = "no parameter"
+            elif not stored.dtype.is_floating_point:
+                how = f"{stored.dtype}"
+            elif is_traceable_wrapper_subclass(stored) and not is_distributed(stored):
+                how = type(stored).__name__
+            else:
+                continue
+            raise WeightError(
+                f"{where} stores its weight as {how} (quantised, parametrised or pruned?): expected floating point "
+                "numbers. Use the model before that, or undo it (dequantize, remove_parametrizations, prune.remove)."
+            )
 
 
 def _check_tied(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]], verb: str) -> None:

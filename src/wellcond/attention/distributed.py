@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellcond.arguments import check_model
+
 
 def is_distributed(tensor: Tensor | None) -> bool:
     """Whether a tensor is a DTensor; torch.distributed is not imported for that."""
@@ -130,7 +132,11 @@ def fsdp_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile's and DistributedDataParallel's wrappers: same parameters, plain names."""
+    """The model inside torch.compile's and DistributedDataParallel's wrappers: same parameters, plain names.
+
+    Raises: TypeError for something that is no module.
+    """
+    check_model(model)
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):

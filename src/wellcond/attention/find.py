@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from wellcond.arguments import check_flag, check_model
 from wellcond.attention.declared import Example, prove_declared
 from wellcond.attention.head_norm import HEAD_NORM, ROWS_ATTRIBUTE
 from wellcond.attention.site import AttentionSite, Place
@@ -122,6 +123,7 @@ class Scan:
 
 def scan_attention(model: nn.Module) -> Scan:
     """Describe every attention of a model; collect errors about layouts instead of raising them."""
+    check_model(model)
     sites: list[AttentionSite] = []
     refusals: list[UnsupportedLayoutError] = []
     for name, module in model.named_modules():
@@ -134,6 +136,11 @@ def scan_attention(model: nn.Module) -> Scan:
         except UnsupportedLayoutError as refusal:
             refusals.append(refusal)
             continue
+        except WeightError as error:
+            where = f"{name or 'the model itself'} ({place.class_name})"
+            refuse_adapters(module, where)
+            refuse_adapters(model, "this model")
+            raise WeightError(f"{where}: {error}") from error
         for site in found:
             if site is not None:
                 sites.append(_with_head_norm(_with_kind_of_base(place, site)))
@@ -202,7 +209,8 @@ def find_attention(model: nn.Module, *, strict: bool = True) -> Sites:
     Raises:
         AttentionNotFoundError: nothing was recognised.
         UnsupportedLayoutError: something was recognised whose layout cannot be known (the first such module).
-        WeightError: adapters of PEFT hide where the weights are.
+        WeightError: adapters of PEFT hide where the weights are, or they are quantised.
+        TypeError: something that is no module.
 
     Example:
         >>> from torch import nn
@@ -210,11 +218,8 @@ def find_attention(model: nn.Module, *, strict: bool = True) -> Sites:
         >>> site.q.read().shape
         torch.Size([2, 4, 8])
     """
-    try:
-        scan = scan_attention(model)
-    except WeightError:
-        refuse_adapters(model, "this model")
-        raise
+    check_flag("strict", strict)
+    scan = scan_attention(model)
     if scan.refusals and (strict or not scan.sites):
         refuse_adapters(model, scan.refusals[0].name)
         raise scan.refusals[0]

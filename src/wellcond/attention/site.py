@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from wellcond.arguments import check_flag, check_number, check_tensor, describe
 from wellcond.attention.distributed import box_of, is_distributed, local_part, whole
 from wellcond.attention.effective import corrections_of, effective_weight
 from wellcond.errors import WeightError, check_choice
@@ -177,6 +178,7 @@ class Slot:
             self.put_heads_(self.parameter, heads)
 
     def _check_shape(self, heads: Tensor) -> None:
+        check_tensor("heads", heads)
         expected = (*self.rows.shape, self.in_features)
         if self.heads_on_input:
             expected = (self.num_heads, self.out_features, self.head_dim)
@@ -249,11 +251,14 @@ class Slot:
         stored = self.stored_bias()
         if stored is None:
             raise ValueError("this projection has no bias")
-        bias = whole(stored)
+        check_tensor("values", values)
+        bias, rows = whole(stored), self.rows if self.bias_rows is None else self.bias_rows
+        expected = tuple(bias.shape) if self.heads_on_input else tuple(rows.shape)
+        if tuple(values.shape) != expected:
+            raise ValueError(f"expected a bias of shape {expected}, got {tuple(values.shape)}")
         if self.heads_on_input:
             bias.copy_(values)
         else:
-            rows = self.rows if self.bias_rows is None else self.bias_rows
             bias.view(-1)[rows.to(bias.device)] = values.to(bias)
         if is_distributed(stored):
             local_part(stored).copy_(box_of(stored).of(bias))
@@ -298,10 +303,25 @@ class AttentionSite:
     """Which of several streams with projections of their own (``"added"`` in Flux and SD3); the name ends in it."""
 
     def __post_init__(self) -> None:
-        """Check what an adapter claims against what is stored."""
+        """Refuse values that the fields can not have.
+
+        Raises: UnknownChoiceError, TypeError, ValueError.
+        """
         check_choice("attention kind", self.kind, get_args(Kind))
         if self.qk_norm is not None:
             check_choice("qk_norm", self.qk_norm, get_args(Normaliser))
+        for name in ("name", "family", "arrangement"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name}: expected a text, got {describe(getattr(self, name))}")
+        if self.scale is not None:
+            check_number("scale", self.scale)
+        for name in FLAGS:
+            if name != "causal" or self.causal is not None:
+                check_flag(name, getattr(self, name))
+        if not isinstance(self.modifiers, tuple) or not all(isinstance(word, str) for word in self.modifiers):
+            raise TypeError(f"modifiers: expected a tuple of texts, got {describe(self.modifiers)}")
+        if not isinstance(self.roles, Mapping) or set(self.roles) != set(USUAL_ROLES):
+            raise TypeError(f"roles: expected the slots that play query, key and value, got {describe(self.roles)}")
 
     def __repr__(self) -> str:
         """One line: where it is, its sizes, and what makes it other than plain softmax self-attention."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 from collections.abc import Iterable
 from typing import SupportsIndex, overload
 
@@ -33,7 +34,11 @@ class Sites(list[AttentionSite]):
         """
         if isinstance(key, slice):
             return Sites(super().__getitem__(key))
-        return self._named(key) if isinstance(key, str) else super().__getitem__(key)
+        if isinstance(key, str):
+            return self._named(key)
+        if not hasattr(key, "__index__"):
+            raise TypeError(f"sites: expected a number, a slice or a module path, got {key!r}")
+        return super().__getitem__(key)
 
     def _named(self, path: str) -> AttentionSite:
         found = [site for site in self if site.name == path] or [
@@ -42,10 +47,24 @@ class Sites(list[AttentionSite]):
         if len(found) == 1:
             return found[0]
         names = [site.name for site in found or self]
-        raise SiteNotFoundError(path, names, several=bool(found), close=_closest(path, names))
+        raise SiteNotFoundError(path, names, several=bool(found), close=closest_paths(path, names))
 
 
-def _closest(path: str, names: Iterable[str]) -> list[str]:
-    """Names of which the path, or its beginning of as many parts, is nearly the same."""
+def path_matches(pattern: str, path: str) -> bool:
+    """Whether a path is, or lies in or under, a path or pattern of paths.
+
+    Example:
+        >>> path_matches("blocks.*", "blocks.3.attn"), path_matches("blocks.3", "vit.blocks.3.attn")
+        (True, True)
+        >>> path_matches("blocks.1", "blocks.11.attn"), path_matches("*.[02].attn", "blocks.1.attn")
+        (False, False)
+    """
+    if not any(sign in pattern for sign in "*?["):
+        return pattern == path or (bool(pattern) and f".{pattern}." in f".{path}.")
+    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"{pattern}.*")
+
+
+def closest_paths(path: str, names: Iterable[str]) -> list[str]:
+    """Close matches for a mistyped path or pattern, by as many parts as it has."""
     starts = {".".join(name.split(".")[: path.count(".") + 1]): name for name in reversed(list(names))}
     return sorted(starts[start] for start in difflib.get_close_matches(path, starts, n=3))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.checks import check_finite, check_writable, choose_projections, choose_sites
+from wellcond.arguments import check_mapping, check_model
+from wellcond.attention.checks import Chosen, check_finite, check_writable, choose_projections, choose_sites
 from wellcond.attention.distributed import (
     any_process,
     box_of,
@@ -40,7 +41,7 @@ def condition_(
     model: nn.Module,
     method: str = "balanced",
     *,
-    sites: Sequence[AttentionSite] | None = None,
+    sites: Chosen | None = None,
     projections: str = "qkv",
     num_tokens: int | None = None,
     **options: Any,
@@ -48,13 +49,14 @@ def condition_(
     """Add a correction C to Q, K and V in every forward pass, in place; `fold_` merges it for good.
 
     No parameter is added or replaced: optimisers, parameter names and state-dict keys stay, and gradients flow to the
-    original weights only. Biases and W_O are not corrected. One extra state-dict entry marks the weights as raw.
+    original weights only. Biases and W_O are not corrected. One extra state-dict entry marks the weights as raw. A
+    failure of any kind, an interrupt included, leaves the model as it was.
 
     Args:
         model: any model whose attention `find_attention` recognises.
         method: ``identity`` (lam I), ``polar`` (condition number at most 2) or ``balanced`` (the same without
             changing the largest singular value).
-        sites: only these attentions (from `find_attention(model)`); all by default.
+        sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``; all by default.
         projections: which of q, k, v.
         num_tokens: sequence length for the warning that lam saturates the softmax; by default what the model's learned
             positions say, and where there are none the warning says that it is not known.
@@ -90,7 +92,7 @@ def condition_(
 
 
 def _condition_(
-    model: nn.Module, method: Method, sites: Sequence[AttentionSite] | None, projections: str, num_tokens: int | None
+    model: nn.Module, method: Method, sites: Chosen | None, projections: str, num_tokens: int | None
 ) -> None:
     conditioned = [name for name, module in model.named_modules() if corrections_of(module)]
     if conditioned:
@@ -127,6 +129,10 @@ def recondition_(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
 
     Raises: as `condition_`; WeightError if the model lacks an attention that the settings name.
     """
+    check_mapping("settings", settings)
+    lacking = [name for name in ("method", "projections", "sites") if name not in settings]
+    if lacking:
+        raise ValueError(f"settings: expected what conditioning_of(model) returns, found nothing under {lacking[0]!r}")
     options = {key: value for key, value in settings.items() if key not in ("method", "projections", "sites")}
     sites = {site.name: site for site in find_attention(unwrap(model), strict=False)}
     missing = [name for name in settings["sites"] if name not in sites]
@@ -246,6 +252,7 @@ def fold_(model: nn.Module) -> nn.Module:
         >>> list(fold_(condition_(model, "polar")).state_dict()) == keys
         True
     """
+    check_model(model)
     reshard_(model)
     rollback = Rollback(model)
     try:
@@ -289,6 +296,7 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
         ...     type(plain).__name__
         'MultiheadAttention'
     """
+    check_model(model)
     reshard_(model)
     rollback = Rollback(model)
     try:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention.checks import choose_sites
+from wellcond.arguments import check_batch, check_flag
+from wellcond.attention.checks import Chosen, check_readable, choose_sites
 from wellcond.attention.distributed import unwrap
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention, scan_attention
@@ -27,7 +28,7 @@ def diagnose(
     model: nn.Module,
     batch: Any,
     *,
-    sites: Sequence[AttentionSite] | None = None,
+    sites: Chosen | None = None,
     trained: bool | None = None,
     jacobian: bool = False,
 ) -> Diagnosis:
@@ -43,7 +44,7 @@ def diagnose(
         batch: what the model is called with: a tensor, a mapping of keyword arguments, a tuple of arguments, or a
             function that calls the model. A few samples of the training set suffice; noise hides what blank patches
             and repeated words show.
-        sites: only these attention layers (from `find_attention(model)`); all by default.
+        sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``; all by default.
         trained: whether the model is trained, so that rules for untrained models do not apply, nor advice that
             overwrites weights. By default its norms show it; where they cannot (norms without parameters), the
             diagnosis says so and is that of a trained model.
@@ -64,10 +65,15 @@ def diagnose(
         Diagnosis(1 attention layer, nothing to fix)
     """
     inner = unwrap(model)
+    check_batch(batch)
+    check_flag("jacobian", jacobian)
+    if trained is not None:
+        check_flag("trained", trained)
     if any(parameter.is_meta for parameter in inner.parameters()):
         raise DiagnosisError("expected a model with values, found one on the meta device; materialise it first")
     refusals = [] if sites is not None else [str(refusal) for refusal in scan_attention(inner).refusals]
     chosen = find_attention(inner, strict=False) if sites is None else choose_sites(inner, sites)
+    check_readable(chosen)
     examined = examine(inner, batch, chosen)
     layers = examined.layers
     if jacobian:

@@ -17,7 +17,8 @@ import wellcond.init.nanochat
 import wellcond.init.selection
 import wellcond.init.standard
 import wellcond.init.whole_blocks  # noqa: F401  (each registers its methods)
-from wellcond.attention.checks import check_writable, choose_projections, choose_sites
+from wellcond.arguments import describe
+from wellcond.attention.checks import Chosen, check_writable, choose_projections, choose_sites
 from wellcond.attention.distributed import find_ddp, is_distributed, reshard_, unwrap
 from wellcond.attention.rollback import Rollback
 from wellcond.attention.site import AttentionSite
@@ -34,7 +35,7 @@ def init_(
     model: nn.Module,
     method: str = recommended.METHOD,
     *,
-    sites: Sequence[AttentionSite] | None = None,
+    sites: Chosen | None = None,
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -50,7 +51,7 @@ def init_(
         model: any model whose attention `find_attention` recognises.
         method: ``calibrated``, the recommended one, which needs ``batch=``; ``gaussian``, ``conditioned``,
             ``orthogonal``, ``mimetic``, ``nanochat``, ``small``, ``t_fixup``, ``weight_selection`` or ``default``.
-        sites: only these attentions (from `find_attention(model)`); all by default.
+        sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``; all by default.
         generator: source of randomness; torch's global one if None. A seed gives the same weights whatever the
             storage layout, dtype or device.
         **options: of the method; see its card in the documentation.
@@ -78,6 +79,8 @@ def init_(
     check_method("init_", method, sorted(METHODS))
     check_options(method, options)
     inner = unwrap(model)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: expected torch.Generator().manual_seed(...), got {describe(generator)}")
     reshard_(inner)
     chosen = choose_sites(inner, sites)
     check_writable(inner, chosen, written_projections(method, options), "wellcond.init_")

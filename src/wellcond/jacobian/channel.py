@@ -28,8 +28,8 @@ the singular values of
     [ [Q_1 (x) Q_P]^T [J_Q J_K J_tau]   R_11 (x) R_P   R_12 (x) R_P ]
     [               0                        0         R_22 (x) R_P ]
 
-and its first two blocks, E C rows, are made triangular by one factorisation. Nothing is squared, so kappa(J) is found up
-to 1/eps, while a Gram matrix loses it at 1/sqrt(eps): P is nearly singular where attention is nearly uniform.
+and its first two blocks, E C rows, are made triangular by one factorisation. Nothing is squared, so kappa(J) is found
+up to 1/eps, while a Gram matrix loses it at 1/sqrt(eps): P is nearly singular where attention is nearly uniform.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class ChannelHead(AbstractForm):
         return (self.v @ through_softmax(self.p, logits).T + v_gram @ (u @ self.p) @ self.p.T).flatten()
 
     def certified(self) -> tuple[float, float]:
-        """sigma_min of J_V = P (x) X~ alone, if it has as many columns as rows; and the norms of all blocks together."""
+        """sigma_min of J_V = P (x) X~ alone, if it has as many columns as rows; the norms of all blocks together."""
         (xq, xk, xv), p = self._inputs, self.p
         of_p, of_x = singular_values(p), singular_values(xv)
         a, z, u = self._a(xq), self._z, self._u(xk)
@@ -195,7 +195,7 @@ class ChannelHead(AbstractForm):
         return sure, highest
 
     def sure_condition_number(self) -> float:
-        """J_Q and J_K do not move outputs outside the range of V, so J_V alone decides there; 0 where there are none."""
+        """J_Q and J_K move no outputs outside the range of V, so J_V alone decides there; 0 where there are none."""
         xv, (tokens, channels) = self._inputs[2], self.v.shape
         if tokens <= channels or xv.shape[0] != xv.shape[1] or self.p.shape[0] != self.p.shape[1]:
             return 0.0

@@ -9,7 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from wellcond.errors import check_choice
+from wellcond.arguments import check_biases, check_int, check_number, check_tensor
+from wellcond.errors import WeightError, check_choice
 from wellcond.head import Head
 from wellcond.jacobian.ends import ends_of, factorise_, from_triangle, least_singular_value, no_eigenvalue_below
 from wellcond.jacobian.form import AbstractForm, NotDefinedError
@@ -72,7 +73,9 @@ def jacobian_spectrum(
     Returns: a `JacobianSpectrum`; its status says whether the numbers are exact.
 
     Raises:
-        ValueError: shapes that do not fit, a mask that hides everything from some token.
+        TypeError: something else than dense tensors of real numbers, or than a number where one is expected.
+        ValueError: shapes that do not fit, empty tensors, a mask that hides everything from some token, a scale or a
+            tolerance that is NaN or out of range.
         WeightError: NaN or infinite tokens or weights.
         MemoryLimitError: the method asked for does not fit.
 
@@ -83,15 +86,29 @@ def jacobian_spectrum(
         753.489
     """
     check_choice("convention", convention, get_args(Convention))
-    if mask is not None and mask.dtype == torch.bool:
-        mask = to_float64(mask).log()
-    b_q, b_k, b_v = biases or (None, None, None)
+    check_tensor("x", x, (2,))
+    check_tensor("w_q", w_q, (2, 3))
+    for name, weight in (("w_k", w_k), ("w_v", w_v)):
+        check_tensor(name, weight, (2,))
+    if memory is not None:
+        check_tensor("memory", memory, (2,))
+    if mask is not None:
+        check_tensor("mask", mask, (2, 3))
+        mask = to_float64(mask).log() if mask.dtype == torch.bool else mask
+    b_q, b_k, b_v = check_biases(biases)
+    rtol = None if rtol is None else check_number("rtol", rtol, at_least=0, below=1)
+    memory_limit = None if memory_limit is None else check_int("memory_limit", memory_limit, at_least=1)
     head = Head(
-        x, w_q, w_k, w_v, w_k.shape[0] ** -0.5 if scale is None else scale,
+        x, w_q, w_k, w_v, w_k.shape[0] ** -0.5 if scale is None else check_number("scale", scale),
         y=memory, b_q=b_q, b_k=b_k, b_v=b_v, mask=mask,
     )  # fmt: skip
-    return head_spectrum(head, biases=biases is not None, convention=convention, method=method, rtol=rtol,
-                         memory_limit=memory_limit)  # fmt: skip
+    try:
+        return head_spectrum(head, biases=biases is not None, convention=convention, method=method, rtol=rtol,
+                             memory_limit=memory_limit)  # fmt: skip
+    except torch.linalg.LinAlgError as error:
+        raise WeightError(
+            "tokens or weights are too large: squares of the Jacobian leave float64; rescale them"
+        ) from error
 
 
 def head_spectrum(
@@ -285,9 +302,7 @@ def _too_large(task: Task, largest: float, side: int) -> JacobianSpectrum:
     return _without_squares(task, "squaring loses the small ones and J itself is too large", largest, high)
 
 
-def _without_squares(
-    task: Task, why: str, largest: float, high: float, num_products: int = 0
-) -> JacobianSpectrum:
+def _without_squares(task: Task, why: str, largest: float, high: float, num_products: int = 0) -> JacobianSpectrum:
     """The ends from a triangular form of J, where there is one that fits; else what is certain of them.
 
     That a squared J is singular to rounding says nothing of the rank of J: sigma_min is somewhere in its interval, from

@@ -60,7 +60,6 @@ def holds_boolean(value: Any) -> bool:
     return any(map(holds_boolean, value)) if isinstance(value, (list, tuple)) else isinstance(value, bool)
 
 
-@functools.cache
 def takes_only_numbers(annotation: Any) -> bool:
     """Whether a type takes numbers and no booleans: pydantic, left alone, makes 1 of true."""
     types = set(_types_in(annotation))

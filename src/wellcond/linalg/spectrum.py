@@ -34,6 +34,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
+from wellcond.arguments import check_number, check_tensor
 from wellcond.errors import WeightError
 from wellcond.records import Spectrum
 
@@ -127,7 +128,8 @@ def spectrum(matrix: Tensor, *, rtol: float | None = None) -> Spectrum:
     .. math:: \kappa(W) = \sigma_1(W) / \sigma_{\min(m,n)}(W)
 
     Raises:
-        ValueError: not one matrix.
+        TypeError: something else than a dense tensor of real numbers.
+        ValueError: not one matrix, an empty one, a tolerance that is no number from 0 to 1.
         WeightError: entries that are not finite.
 
     Example:
@@ -136,8 +138,8 @@ def spectrum(matrix: Tensor, *, rtol: float | None = None) -> Spectrum:
         >>> spectrum(torch.diag(torch.tensor([2.0, 1.0, 0.0]))).pseudo_condition_number
         2.0
     """
-    if matrix.dim() != 2:
-        raise ValueError(f"expected a matrix, got a tensor of shape {tuple(matrix.shape)}")
+    check_tensor("matrix", matrix, (2,))
+    rtol = None if rtol is None else check_number("rtol", rtol, at_least=0, below=1)
     return spectra(matrix[None], rtol=rtol)[0]
 
 

@@ -1,6 +1,7 @@
 """A run measures within the budget of its recipe; what that leaves out is said, and nothing of the training changes."""
 
 import json
+import re
 
 import pytest
 
@@ -28,13 +29,13 @@ def run(folder, tracking, **options):
 
 
 def test_a_jacobian_beyond_the_budget_is_left_out_and_that_is_said(tmp_path):
-    record, logs, notes = run(tmp_path / "measured", "{weights_every: {steps: 2}, jacobian_points: 3}")
+    record, logs, notes = run(tmp_path / "measured", "{weights_every: null, jacobian_points: 3}")
     assert record["status"] == "finished"
-    assert [row["step"] for row in logs["conditioning"]] == [0, 1, 2, 4]
+    assert [row["step"] for row in logs["conditioning"]] == [0, 1, 4]
     assert all(row["condition_number"] is None and row["rank"] is None for row in logs["conditioning"])
     assert all(row["kappa_q"] >= 1 and row["entropy"] > 0 for row in logs["conditioning"])
     [note] = notes
-    assert note.startswith("kappa(J) was not measured at step 0: it may take 25 s, and tracking.budget=0.1 leaves ")
+    assert re.match(r"kappa\(J\) was not measured at step 0: it may take \d+ s, and tracking.budget=0.1 leaves ", note)
     assert "--set tracking.budget (null for no limit)" in note and "tracking.heads" in note
     _, blind, quiet = run(tmp_path / "blind", "{weights_every: null, jacobian_points: 0}")
     assert logs["steps"] == blind["steps"] and not blind["conditioning"] and not quiet

@@ -122,7 +122,7 @@ def scratch_recipe(glue_folder, model, *overrides):
         "optimizer": {"name": "adamw", "lr": 1e-2},
         "training": {"length": {"epochs": 25}, "batch_size": 16, "threads": 1},
         "evaluation": {"every": {"epochs": 25}},
-        "tracking": {"weights_every": None, "jacobian_points": 1},
+        "tracking": {"weights_every": None, "jacobian_points": 1, "heads": "all", "budget": None},
     }
     for override in overrides:
         set_field(fields, override)
