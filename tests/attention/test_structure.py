@@ -11,6 +11,7 @@ from contracts.harness import randomise_
 from models import (
     Block,
     FusedWithMask,
+    HeadsFastest,
     InterleavedAttention,
     NanoGPTAttention,
     StrangeAttention,
@@ -40,21 +41,27 @@ def test_the_same_weights_read_per_head_are_told_apart():
 
 
 def test_a_module_that_cannot_be_copied_is_not_tried():
-    module = XTransformersAttention()
-    expected = wc.find_attention(module)[0]
+    module = XTransformersAttention(dim_head=7)
     module.lock = threading.Lock()
     [site] = wc.find_attention(module)
-    assert expected.evidence != "structure" and site.evidence == "structure"
-    fused = NanoGPTAttention()
+    assert site.evidence == "structure"
+    fused = NanoGPTAttention(width=24)
     fused.lock = threading.Lock()
     with pytest.raises(wc.UnsupportedLayoutError, match="cannot pickle '_thread.lock' object"):
         wc.find_attention(fused)
 
 
-def test_an_unexpected_order_is_refused_not_guessed():
-    with pytest.raises(wc.UnsupportedLayoutError, match="multiplies other rows") as error:
-        wc.find_attention(Block(StrangeAttention()))
-    assert "register_adapter(StrangeAttention)" in str(error.value)
+def test_an_unexpected_order_is_read_off_the_output():
+    [site] = wc.find_attention(Block(StrangeAttention()))
+    assert site.q.rows[0].tolist() == [24, 25, 26, 27] and site.v.rows[0].tolist() == [0, 1, 2, 3]
+
+
+def test_what_no_reading_fits_is_refused_with_an_adapter_to_paste():
+    with pytest.raises(wc.UnsupportedLayoutError, match="contradicts every reading") as error:
+        wc.find_attention(Block(HeadsFastest()))
+    code = str(error.value).partition("    @wellcond")[2]
+    assert "register_adapter(HeadsFastest)" in code and "place, m.c_attn, num_heads=m.n_head" in code
+    assert "output=m.c_proj" in code and "strict=False" in str(error.value)
 
 
 def test_a_forward_that_cannot_be_tried_is_refused():
@@ -68,11 +75,10 @@ def test_x_transformers_style_with_grouped_queries():
     assert site.o is not None and site.o.read().shape == (4, 12, 5)
 
 
-def test_a_projection_without_head_count_is_refused():
+def test_a_head_count_that_nobody_declares_is_found():
     module = XTransformersAttention()
-    del module.heads
-    with pytest.raises(wc.UnsupportedLayoutError, match="no head count"):
-        wc.find_attention(module)
+    del module.heads, module.kv_heads
+    assert wc.find_attention(module)[0].num_heads == 4  # of the width that it declares
 
 
 def test_rows_that_heads_do_not_divide_are_refused():
@@ -83,7 +89,7 @@ def test_rows_that_heads_do_not_divide_are_refused():
 
 
 def test_strict_false_leaves_the_unknown_out():
-    model = nn.Sequential(Block(NanoGPTAttention()), Block(StrangeAttention()))
+    model = nn.Sequential(Block(NanoGPTAttention()), Block(HeadsFastest()))
     with pytest.raises(wc.UnsupportedLayoutError):
         wc.find_attention(model)
     assert [site.name for site in wc.find_attention(model, strict=False)] == ["0.attn"]

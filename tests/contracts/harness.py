@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wellcond.attention.probe import ProductRecorder, proportional
+from wellcond.attention.products import ProductRecorder, proportional
 from wellcond.attention.site import AttentionSite
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from contracts.cases_hf import CASES, Case
 from contracts.harness import Call, assert_heads_multiplied, heads_of, randomise_, watch
 from wellcond.attention.find import find_attention
-from wellcond.attention.probe import proportional
+from wellcond.attention.products import proportional
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import UnsupportedLayoutError
 
@@ -34,7 +34,7 @@ def tolerance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Compare as closely as the family computes."""
     case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
     if case is not None and case.in_float32:
-        monkeypatch.setattr("wellcond.attention.probe.RELATIVE_TOLERANCE", 1e-5)
+        monkeypatch.setattr("wellcond.attention.products.RELATIVE_TOLERANCE", 1e-5)
     with torch.no_grad():
         yield
 

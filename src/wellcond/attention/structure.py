@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellcond.attention import builders, names, trial
-from wellcond.attention.probe import ProductRecorder, compare, expected_heads
+from wellcond.attention.products import ProductRecorder, expected_heads, facts_of
 from wellcond.attention.proof import Proof, prove
 from wellcond.attention.site import AttentionSite, Place, Slot
 from wellcond.errors import UnsupportedLayoutError
@@ -32,6 +32,8 @@ class Reading:
 
     text: str
     describe: Callable[[nn.Module], AttentionSite]
+    code: str = 'fused_site(place, m.qkv, num_heads=m.num_heads, output=m.proj, family="mine")'
+    """The call of a builder that says the same."""
 
     def streams(self, on: nn.Module) -> list[AttentionSite]:
         """The sites of a module: one, or one per stream."""
@@ -54,7 +56,21 @@ def describe_by_structure(place: Place) -> list[AttentionSite]:
         return [replace(site, evidence="forward", **verdict.facts) for site in streams]
     if len(readings) == 1 and verdict.untried is not None:
         return [replace(site, evidence="structure") for site in readings[0].streams(place.module)]
-    raise UnsupportedLayoutError(place.name, verdict.reason, class_name=place.class_name)
+    raise UnsupportedLayoutError(
+        place.name, verdict.reason, class_name=place.class_name, advice=adapter_to_paste(place, readings[0])
+    )
+
+
+def adapter_to_paste(place: Place, reading: Reading) -> str:
+    """A description of the module to correct and paste, with its own attribute names."""
+    return (
+        "A wrong layout would be silent, so wellcond does not guess. Say what is right (strict=False leaves the layer "
+        "out; see docs/layouts.md):\n"
+        f"    @wellcond.register_adapter({place.class_name})\n"
+        "    def my_attention(place):\n"
+        "        m = place.module\n"
+        f"        return wellcond.{reading.code}"
+    )
 
 
 @dataclass(frozen=True)
@@ -116,7 +132,8 @@ def _prove_one(place: Place, readings: list[Reading]) -> Verdict:
         why = "; ".join(f"{reading.text}: {proof.reason}" for reading, proof in zip(readings[:3], best, strict=False))
         return Verdict(None, f"its output contradicts every reading of its weights ({why}).", {})
     reason = f"{type(failures[0]).__name__}: {failures[0]}" if failures else "no arguments could be made"
-    untried = f"its forward pass could not be tried ({reason})"
+    required = ", ".join(trial.required_names(place.module))
+    untried = f"its forward pass could not be tried: it needs the arguments {required} ({reason})"
     return Verdict(None, _nothing_shown(untried), {}, untried)
 
 
@@ -150,7 +167,7 @@ def seen_facts(attempt: trial.Trial, streams: list[AttentionSite]) -> dict[str, 
         if read[0].shape[-1] != site.in_features:
             return {}
         with torch.no_grad():
-            return compare(recorder, expected_heads(site, read[0])).facts
+            return facts_of(recorder, expected_heads(site, read[0]))
 
 
 # Readings
@@ -223,9 +240,36 @@ def _with_heads(
 
         words = [f"{heads['num_heads']} heads", *map(str, option.values())]
         text = " ".join(["separate" if len(wanted) == 3 else "fused", *words])
-        yield Reading(text, describe)
+        code = _call_text(place, path, build, wanted, heads, option)
+        yield Reading(text, describe, code)
         if heads["num_kv_heads"] not in (None, 1, heads["num_heads"]):
-            yield Reading(f"{text}, groups strided", lambda on, describe=describe: _strided(describe(on)))
+            yield Reading(f"{text}, groups strided", lambda on, describe=describe: _strided(describe(on)), code)
+
+
+def _call_text(
+    place: Place,
+    path: str,
+    build: Callable[..., AttentionSite],
+    wanted: tuple[str, ...],
+    heads: dict[str, Any],
+    option: dict[str, Any],
+) -> str:
+    """The call of a builder as a user would write it."""
+    module = place.module
+    holder = f"m.{path}." if path else "m."
+    counts = {"num_heads": names.HEADS, "num_kv_heads": names.KV_HEADS, "head_dim": names.HEAD_DIM}
+    arguments = ["place", *(holder + name for name in wanted)]
+    for key, known in counts.items():
+        if heads[key] is not None:
+            own = next((name for name in known if getattr(module, name, None) == heads[key]), None)
+            arguments.append(f"{key}={f'm.{own}' if own else heads[key]}")
+    arguments += [f'{key}="{value}"' for key, value in option.items()]
+    output = find_output(module)
+    path_of_output = next(
+        (name for name, part in module.named_modules() if part is output and output is not None), None
+    )
+    arguments += [f"output=m.{path_of_output}"] if path_of_output else []
+    return f'{build.__name__}({", ".join(arguments)}, family="mine")'
 
 
 def _strided(site: AttentionSite) -> AttentionSite:

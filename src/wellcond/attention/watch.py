@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wellcond.attention.probe import ProductRecorder
+from wellcond.attention.products import ProductRecorder
 from wellcond.attention.site import AttentionSite
 
 ROLES = ("query", "key", "value")
