@@ -177,6 +177,28 @@ def test_two_streams_are_two_sites():
     assert torch.allclose(gram, gram[0, 0] * torch.eye(8), atol=1e-5)
 
 
+def test_what_the_second_stream_does_not_show_is_said():
+    model, batch = TwoStreams(), (torch.randn(1, 5, 32), torch.randn(1, 4, 24))
+    first, second = wc.measure(model, batch, heads=[0]).layers
+    assert first.heads and not second.heads and "second stream" in second.problem
+    with pytest.raises(wc.WeightError, match="second stream .*logits=None"):
+        wc.init_(model, "calibrated", batch=batch)
+    wc.init_(model, "calibrated", batch=batch, logits=None)
+    wc.fold_(wc.condition_(model, "balanced"))
+
+
+@pytest.mark.parametrize("make", [Stack, PerHead], ids=["stack", "per head"])
+def test_what_needs_a_matrix_refuses_a_stack(make):
+    module = nn.Sequential(make())
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    for method in ("balanced", "identity"):
+        with pytest.raises(wc.WeightError, match="stack of matrices"):
+            wc.condition_(module, method)
+    with pytest.raises(wc.UnsupportedLayoutError, match="stack of matrices"):
+        wc.init_(module, "weight_selection", teacher=nn.Sequential(make()))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
 def test_a_head_count_that_nobody_declares_is_found():
     module = NormInside()
     del module.heads

@@ -36,7 +36,7 @@ def block_matrices(model: nn.Module, sites: list[AttentionSite]) -> Iterator[Mat
     Raises: WellcondError for an attention that stands in no list of blocks.
     """
     blocks = dict.fromkeys(_block_or_stage(model, site.name, sites) for site in sites)
-    held = {id(slot.parameter): slot.transposed for site in sites for slot in site.slots.values()}
+    held = {id(slot.parameter): slot for site in sites for slot in site.slots.values()}
     seen: set[int] = set()
     for index, block in enumerate(blocks, start=1):
         for path, module in model.get_submodule(block).named_modules():
@@ -44,7 +44,10 @@ def block_matrices(model: nn.Module, sites: list[AttentionSite]) -> Iterator[Mat
                 if id(parameter) in seen or not (id(parameter) in held or (is_projection(module) and name == "weight")):
                     continue
                 seen.add(id(parameter))
-                transposed = held.get(id(parameter), is_conv1d(module))
+                slot = held.get(id(parameter))
+                if slot is not None and slot.is_stacked:
+                    raise WellcondError(f"{block}.{path}: {name} is a stack of matrices, which have no common size")
+                transposed = is_conv1d(module) if slot is None else slot.transposed
                 sizes = parameter.shape[:2] if transposed else parameter.shape[:2][::-1]
                 full = ".".join(part for part in (block, path, name) if part)
                 yield Matrix(full, parameter, sizes[0], sizes[1], block, index)

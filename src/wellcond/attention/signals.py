@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.distributed import is_distributed, reshard_
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.watch import SiteCall, first_tensor, watch_sites
+from wellcond.attention.watch import JOINED, SiteCall, first_tensor, watch_sites
 from wellcond.errors import WeightError
 
 MASKED = 50.0
@@ -116,6 +116,9 @@ def read_signals(
             keep = _keeper(kept, name)
             stack.callback(model.get_submodule(name).register_forward_hook(keep).remove)
         counts = watch_sites(model, batch, sites, finish)
+    for site, count in zip(sites, counts, strict=True):
+        if site.stream and count and site.name not in spreads:
+            not_seen[site.name] = JOINED
     not_called = tuple(site.name for site, count in zip(sites, counts, strict=True) if not count)
     return Signals(spreads, blocks, kept, not_seen, not_called)
 

@@ -22,6 +22,7 @@ from wellcond.attention.products import ProductRecorder
 from wellcond.attention.site import AttentionSite
 
 ROLES = ("query", "key", "value")
+JOINED = "it is a second stream of an attention layer, of which the first is watched"
 TORCH_OPERATORS = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional")
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 

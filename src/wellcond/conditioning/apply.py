@@ -102,13 +102,12 @@ def _condition_(
     found = choose_sites(model, sites)
     check_writable(model, found, projections, "wellcond.condition_")
     check_finite(found, projections)
+    by_weight = _by_weight(found, projections)
     _advise(model, method, found, projections, num_tokens)
 
     # Everything that can fail is computed before the model is touched.
     some = sites is not None and len(found) < len(find_attention(model, strict=False))
-    attachments: list[Attachment] = [
-        (owner, name, method.build(parts)) for (owner, name), parts in _by_weight(found, projections).items()
-    ]
+    attachments: list[Attachment] = [(owner, name, method.build(parts)) for (owner, name), parts in by_weight.items()]
     if method.frozen:
         attachments = [(owner, name, _frozen(name, correction)) for owner, name, correction in attachments]
     buffers = [
@@ -160,6 +159,11 @@ def _by_weight(sites: list[AttentionSite], projections: str) -> dict[tuple[nn.Mo
     for site in sites:
         for role in projections:
             slot = site.slots[role]
+            if slot.is_stacked:
+                raise WeightError(
+                    f"{site.name or 'the model itself'} ({role}): {type(slot.owner).__name__}.{slot.weight_name} is a "
+                    "stack of matrices; condition_ needs a matrix of its own, or rows of one. Nothing was changed"
+                )
             known = parts.setdefault((slot.owner, slot.weight_name), [])
             if any(other == role and torch.equal(seen.rows, slot.rows) for other, seen in known):
                 continue  # a projection that two attentions share is corrected once

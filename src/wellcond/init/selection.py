@@ -112,6 +112,12 @@ def _head_axes(student: nn.Module, teacher: nn.Module) -> dict[str, dict[int, Te
         for role, slot in site.slots.items():
             owner_name = names[id(slot.owner)]
             weight_key = f"{owner_name}.{slot.weight_name}" if owner_name else slot.weight_name
+            if slot.is_stacked:
+                raise UnsupportedLayoutError(
+                    site.name,
+                    "its weight is a stack of matrices, from which heads cannot be picked; use layout='blind'.",
+                    class_name=type(site.module).__name__,
+                )
             positions = _teacher_positions(site, slot, other.slots[role])
             weight_axis = int(slot.heads_on_input != slot.transposed)
             _assign(axes, weight_key, weight_axis, slot.parameter.shape, slot.rows, positions)

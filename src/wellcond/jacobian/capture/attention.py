@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.attention.watch import SiteCall, watch_sites
+from wellcond.attention.watch import JOINED, SiteCall, watch_sites
 from wellcond.errors import UnsupportedLayoutError, WeightError, WellcondError
 from wellcond.head import Head
 from wellcond.jacobian.capture.align import align, candidates, head_views, is_map, logit_bias
@@ -238,7 +238,7 @@ def capture_sites(
     if missing and (required or len(missing) == len(sites)):
         raise ValueError(f"the forward pass on this batch never calls {', '.join(missing[:5])}")
     return [
-        _with_note(found[id(site)], count) if id(site) in found else _not_called(site)
+        _with_note(found[id(site)], count) if id(site) in found else _not_called(site, count)
         for site, count in zip(sites, counts, strict=True)
     ]
 
@@ -250,8 +250,8 @@ def _with_note(captured: CapturedAttention, count: int) -> CapturedAttention:
     return replace(captured, note=f"{captured.note}; {note}" if captured.note else note)
 
 
-def _not_called(site: AttentionSite) -> CapturedAttention:
-    why = "the forward pass on this batch does not call it"
+def _not_called(site: AttentionSite, count: int) -> CapturedAttention:
+    why = JOINED if count else "the forward pass on this batch does not call it"
     return CapturedAttention(site, None, None, None, None, site.q.parameter.dtype, why, why)
 
 
