@@ -36,7 +36,7 @@ NOT_TENSORS = {
     "None": (None, "expected a tensor, got NoneType None"),
     "text": ("x", "expected a tensor, got str 'x'"),
     "number": (2.0, "expected a tensor, got float 2.0"),
-    "vector": (torch.ones(6), "dimensions, got a tensor of shape (6,)"),
+    "vector": (torch.ones(6), "a matrix"),
     "meta": (torch.ones(4, 6, device="meta"), "on the meta device"),
     "sparse": (torch.ones(4, 6).to_sparse(), "expected a dense tensor"),
 }

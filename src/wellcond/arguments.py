@@ -16,6 +16,7 @@ HINTS = {
     type: "; give an instance of the class",
     dict: "; build the model and call load_state_dict",
 }
+SHAPES = {1: "a vector", 2: "a matrix", 3: "several matrices"}
 
 
 def describe(value: object) -> str:
@@ -114,8 +115,8 @@ def check_tensor(name: str, value: Any, dims: Sequence[int] = ()) -> None:
     if value.is_meta and type(value) in (Tensor, nn.Parameter):
         raise TypeError(f"{name}: expected numbers, got {describe(value)} on the meta device, which has none")
     if dims and value.dim() not in dims:
-        expected = " or ".join(map(str, dims))
-        raise ValueError(f"{name}: expected {expected} dimensions, got {describe(value)}")
+        expected = " or ".join(SHAPES[number] for number in dims)
+        raise ValueError(f"{name}: expected {expected}, got {describe(value)}")
     if value.numel() == 0:
         raise ValueError(f"{name}: expected at least one entry, got {describe(value)}")
 

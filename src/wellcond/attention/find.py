@@ -138,8 +138,7 @@ def scan_attention(model: nn.Module) -> Scan:
             continue
         except WeightError as error:
             where = f"{name or 'the model itself'} ({place.class_name})"
-            refuse_adapters(module, where)
-            refuse_adapters(model, "this model")
+            refuse_adapters(model, where)  # perhaps of a layer beside it, such as an output projection
             raise WeightError(f"{where}: {error}") from error
         for site in found:
             if site is not None:
