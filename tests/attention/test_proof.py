@@ -194,8 +194,6 @@ def test_what_needs_a_matrix_refuses_a_stack(make):
     for method in ("balanced", "identity"):
         with pytest.raises(wc.WeightError, match="stack of matrices"):
             wc.condition_(module, method)
-    with pytest.raises(wc.UnsupportedLayoutError, match="stack of matrices"):
-        wc.init_(module, "weight_selection", teacher=nn.Sequential(make()))
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 

@@ -111,12 +111,14 @@ def _prove_one(place: Place, readings: list[Reading]) -> Verdict:
         return Verdict(None, _nothing_shown(untried), {}, untried)
     widths = [site.in_features for site in readings[0].streams(place.module)]
     best: list[Proof] = []
+    first_run: trial.Trial | None = None
     failures: list[Exception] = []
     with trial.quiet():
         for attempt in trial.trials(place, widths):
             if isinstance(attempt, Exception):
                 failures.append(attempt)
                 continue
+            first_run = first_run or attempt
             proofs = []
             for number, reading in enumerate(readings):
                 proof = _prove(attempt, reading)
@@ -128,6 +130,11 @@ def _prove_one(place: Place, readings: list[Reading]) -> Verdict:
                     return Verdict(number, proof.reason, facts)
                 proofs.append(proof)
             best = best or proofs
+    if first_run is not None:
+        multiplied = [number for number, reading in enumerate(readings) if _is_multiplied(first_run, reading)]
+        if len(multiplied) == 1:
+            facts = seen_facts(first_run, readings[multiplied[0]].streams(first_run.module))
+            return Verdict(multiplied[0], "its forward pass multiplies these heads", facts)
     if best:
         why = "; ".join(f"{reading.text}: {proof.reason}" for reading, proof in zip(readings[:3], best, strict=False))
         return Verdict(None, f"its output contradicts every reading of its weights ({why}).", {})
@@ -147,6 +154,17 @@ def _prove(attempt: trial.Trial, reading: Reading) -> Proof:
             return prove(streams, attempt.run, local=attempt.local)
     except Exception as error:  # a module may raise anything with other weights
         return Proof(False, f"it could not be run ({type(error).__name__}: {error})")
+
+
+def _is_multiplied(attempt: trial.Trial, reading: Reading) -> bool:
+    """Whether products that the kernel shows are of these heads.
+
+    That is evidence as well, where something else breaks the symmetries: a weight that is tied or used twice.
+    """
+    try:
+        return bool(seen_facts(attempt, reading.streams(attempt.module)))
+    except Exception:  # a module may raise anything with other weights
+        return False
 
 
 def seen_facts(attempt: trial.Trial, streams: list[AttentionSite]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.effective import remove_conditioning
 from wellcond.attention.plain_copy import gathered, plain_copy
 from wellcond.attention.site import AttentionSite, Place
 
@@ -131,7 +132,7 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def random_copy(module: nn.Module) -> nn.Module:
-    """A copy in float64 and evaluation mode with random weights of healthy size; buffers keep their values."""
+    """A plain copy in float64 and evaluation mode with random weights of healthy size; buffers keep their values."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(tensor: Tensor) -> Tensor:
@@ -141,7 +142,10 @@ def random_copy(module: nn.Module) -> nn.Module:
         is_vector = tensor.numel() == max(tensor.shape, default=1)
         return 1 + 0.1 * drawn if is_vector else drawn / tensor.shape[-1] ** 0.5
 
-    copied = plain_copy(module, noise).double()
+    copied = plain_copy(module, noise)
+    for part in copied.modules():
+        remove_conditioning(part)  # a correction follows the weights: symmetries are those of W, not of W + C
+    copied = copied.double()
     copied.eval()  # on its own: some classes override train() and return nothing
     for name, parameter in copied.named_parameters():
         if parameter.dim() == 1 and name.rpartition(".")[2] in ("bias", "beta"):
