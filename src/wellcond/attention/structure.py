@@ -236,11 +236,16 @@ def _module_readings(place: Place) -> Iterator[Reading]:
 
 
 def _holders(module: nn.Module) -> list[str]:
-    """The module itself, then parts of it that hold projections and no head count (torchtitan's qkv_linear)."""
+    """The module itself, then parts of it that hold projections and nothing else (torchtitan's qkv_linear)."""
     if find_output(module) is None:
         return [""]
-    parts = [name for name, part in module.named_children() if not builders.is_projection(part)]
-    return ["", *(name for name in parts if not any(hasattr(getattr(module, name), count) for count in names.HEADS))]
+    return ["", *(name for name, part in module.named_children() if _holds_projections_only(part))]
+
+
+def _holds_projections_only(part: nn.Module) -> bool:
+    children = list(part.children())
+    is_attention = find_output(part) is not None or any(hasattr(part, name) for name in names.HEADS)
+    return bool(children) and not is_attention and all(builders.is_projection(child) for child in children)
 
 
 def _with_heads(
@@ -389,7 +394,6 @@ def _parameter_readings(place: Place) -> Iterator[Reading]:
         yield from _readings_of_three(place, trio, own)
         return
     stack = next((name for name in own if name in names.STACKS), None)
-    stack = stack or next((name for name, value in own.items() if value.dim() == 3 and len(value) in (3, 4)), None)
     if stack is not None:
         yield from _readings_of_stack(place, stack, own[stack])
 
