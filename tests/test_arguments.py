@@ -228,7 +228,8 @@ def test_what_an_adapter_may_not_declare(builder, name):
 
 
 def test_what_only_a_fused_projection_declares():
-    for wrong in ({"order": "qkq"}, {"order": 3}, {"shards": 0}, {"shards": 1.0}, {"value_head_dim": 4.0}):
+    orders = [{"order": order} for order in ("qkq", "qk", 3)]
+    for wrong in (*orders, {"shards": 0}, {"shards": 1.0}, {"value_head_dim": 4.0}):
         with pytest.raises((TypeError, ValueError), match="expected"):
             wc.fused_site(place(), nn.Linear(8, 24), num_heads=2, family="mine", **wrong)
     with pytest.raises(TypeError, match="expected a projection such as nn.Linear, got float 2.0"):

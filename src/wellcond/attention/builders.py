@@ -76,8 +76,10 @@ class QKVLayout:
     def __post_init__(self) -> None:
         """Refuse counts that cannot be."""
         check_choice("arrangement", self.arrangement, get_args(Arrangement))
-        if not isinstance(self.order, str) or "".join(sorted(self.order)) not in ("kqv", "kv", "kq"):
-            raise ValueError(f"order: expected the letters q, k, v (or two of them) in some order, got {self.order!r}")
+        if not isinstance(self.order, str) or not self.order or not set(self.order) <= set("qkv"):
+            raise ValueError(f"order: expected the letters q, k, v in some order, got {self.order!r}")
+        if len(set(self.order)) != len(self.order):
+            raise ValueError(f"order: expected each of the letters q, k, v once, got {self.order!r}")
         check_int("shards", self.shards, at_least=1)
         if self.num_heads % self.kv_heads or self.kv_heads % self.shards:
             raise ValueError(
@@ -296,6 +298,8 @@ def fused_site(
     value_dim = value_head_dim or head_dim
     check_rows(place, "fused q, k, v", rows, [num_heads, kv_heads, kv_heads], [head_dim, head_dim, value_dim])
     layout = QKVLayout(num_heads, head_dim, kv_heads, value_dim, arrangement, order, shards)
+    if len(order) != 3:
+        raise ValueError(f"order: expected q, k and v in a fused projection, got {order!r}")
     sharded = "" if shards == 1 else f", {shards} shards of {order}"
     return AttentionSite(
         name=place.name,
