@@ -31,7 +31,7 @@ QUERY_AND_FUSED = (("q", "kv"), ("to_q", "to_kv"), ("q_proj", "kv_proj"), ("wq",
 """One for queries, one for keys and values together."""
 
 FUSED = (
-    "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value", "Wqkv", "wqkv", "W_pack", "qkv_net", "in_proj",
+    "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value", "Wqkv", "wqkv", "W_pack", "qkv_net",
     "qkv_weight", "qkv_w", "w_qkv",
 )  # fmt: skip
 """One for all three."""
