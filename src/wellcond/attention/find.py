@@ -175,12 +175,15 @@ def _described(place: Place, registered: str) -> AttentionSite | None:
 
 
 def _with_kind_of_base(place: Place, site: AttentionSite) -> AttentionSite:
-    """A subclass with a forward of its own that could not be tried is, if anything, of the kind of its base."""
-    if site.evidence != "structure":
+    """A subclass with a forward of its own has what modifies its base, and its kind if it could not be tried."""
+    adapter = None if site.evidence == "adapter" else find_base_adapter(place.module)
+    base = None if adapter is None or site.stream else adapter(place)
+    if base is None:
         return site
-    adapter = find_base_adapter(place.module)
-    base = None if adapter is None else adapter(place)
-    return site if base is None else replace(site, kind=base.kind, modifiers=base.modifiers, o=site.o or base.o)
+    modifiers = tuple(dict.fromkeys((*base.modifiers, *site.modifiers)))
+    if site.evidence != "structure":
+        return replace(site, modifiers=modifiers)
+    return replace(site, kind=base.kind, modifiers=modifiers, o=site.o or base.o)
 
 
 def _with_head_norm(site: AttentionSite) -> AttentionSite:

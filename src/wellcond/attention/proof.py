@@ -157,6 +157,8 @@ def _prove(trial: _Trial, local: tuple[int, int, int] | None) -> Proof:
         facts["qk_norm"] = "other"
     if query_key == "number" and not normalised:
         facts["rotary"] = True
+    if trial.site.o is not None and value_output != "matrix":
+        facts["modifiers"] = ("output norm" if value_output == "none" else "gated output",)
     return Proof(True, _words(query_key, value_output, separate), query_key, value_output, facts)
 
 
