@@ -99,6 +99,6 @@ def test_spectrum_of_degenerate_matrices():
     assert deficient.condition_number == float("inf") and deficient.pseudo_condition_number == 2.0
     with pytest.raises(WeightError, match="NaN or infinity"):
         spectrum(torch.tensor([[float("nan")]]))
-    with pytest.raises(ValueError, match="expected 2 dimensions"):
+    with pytest.raises(ValueError, match="expected a matrix"):
         spectrum(torch.zeros(3))
     assert deficient.to_dict()["nullity"] == 1

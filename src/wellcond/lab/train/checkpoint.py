@@ -148,10 +148,12 @@ def _untied(values: Tensors) -> Tensors:
 
 def _write_shards(folder: Path, values: Tensors) -> dict[str, str]:
     """Let every rank write its part; returns all checksums by name."""
-    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save  # of torch 2.9
+    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
 
     try:
-        save(_untied(values), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch 2.9 itself uses storages that it calls deprecated
+            save(_untied(values), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as error:  # the same on every rank
         raise next(iter(error.failures.values()))[0] from error
     mine = folder / f"shard-{_rank() + 1:05d}-model-00001-of-00001.safetensors"
