@@ -23,15 +23,15 @@ import scipy.sparse.linalg as sparse
 import torch
 from torch import Tensor, nn
 
-from wellcond.head import Head
+from wellcond.jacobian.head import Head
 from wellcond.jacobian.maps import rotary
 from wellcond.jacobian.normalised import mapped_head
-from wellcond.jacobian.nystrom.form import NystromForm
-from wellcond.jacobian.nystrom.head import NystromHead
 from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.spectrum import form_spectrum, jacobian_spectrum
+from wellcond.lab.nystrom.form import NystromForm
+from wellcond.lab.nystrom.head import NystromHead
+from wellcond.linalg.records import JacobianSpectrum
 from wellcond.linalg.spectrum import largest_eigenvalue
-from wellcond.records import JacobianSpectrum
 
 Size = tuple[int, int, int]
 
@@ -159,7 +159,7 @@ def digits(size: Size, case: Case) -> Result:
     """`measure` of an untrained ViT on images of 8 x 8: 4 layers of 4 heads, as in the recipe `digits`."""
     import timm
 
-    from wellcond.measurement import measure
+    from wellcond.measurement.measure import measure
 
     torch.manual_seed(0)
     model = timm.create_model(

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.models.build import build_model
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.train.prepare import prepare_task
 from wellcond.lab.train.run import Job, run_job
-from wellcond.models import build_model
 
 BATCH, LENGTH, VOCABULARY, MASKED = 16, 128, 2048, 0.25
 LR, BETAS, DECAY, CLIP, LOG_EVERY = 1e-3, (0.9, 0.98), 0.01, 1.0, 10

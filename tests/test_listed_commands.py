@@ -17,7 +17,7 @@ from test_documents import ROOT, blocks_of, commands_in, with_blocks
 from wellcond.cli.main import load_app
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import split_methods
-from wellcond.models import build_model
+from wellcond.lab.models.build import build_model
 
 SHORT = ("training.length={steps: 2}", "evaluation.every={steps: 2}", "tracking={jacobian_points: 0}",
          "schedule={name: constant}")  # fmt: skip

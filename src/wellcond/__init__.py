@@ -24,19 +24,19 @@ from wellcond.errors import (
 from wellcond.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from wellcond.attention.builders import fused_site, query_and_kv_site, separate_site
     from wellcond.attention.effective import conditioning_of
     from wellcond.attention.find import find_attention, register_adapter
+    from wellcond.attention.layout import fused_site, query_and_kv_site, separate_site
     from wellcond.attention.site import AttentionSite, Slot
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
-    from wellcond.diagnosis.diagnose import diagnose
-    from wellcond.diagnosis.records import Diagnosis, DiagnosisError, Finding, LayerFacts, TokenFacts
+    from wellcond.doctor.diagnose import diagnose
+    from wellcond.doctor.records import Diagnosis, DiagnosisError, Finding, LayerFacts, TokenFacts
     from wellcond.init.apply import init_
     from wellcond.jacobian.spectrum import jacobian_spectrum
+    from wellcond.linalg.records import JacobianSpectrum, Spectrum
     from wellcond.linalg.spectrum import spectrum
-    from wellcond.measurement import HeadReport, LayerReport, MeasurementReport, MeasureSettings, measure
-    from wellcond.records import JacobianSpectrum, Spectrum
-    from wellcond.tracking import ConditionTracker, TrackPoint
+    from wellcond.measurement.measure import HeadReport, LayerReport, MeasurementReport, MeasureSettings, measure
+    from wellcond.measurement.tracker import ConditionTracker, TrackPoint
 
 __all__ = [
     "AttentionNotFoundError",
@@ -87,19 +87,19 @@ __all__ = [
 
 # Imported when first used, since torch takes seconds: `wellcond --help` and mistyped commands do not need it.
 _LAZY = {
-    "attention.builders": ("fused_site", "query_and_kv_site", "separate_site"),
+    "attention.layout": ("fused_site", "query_and_kv_site", "separate_site"),
     "attention.effective": ("conditioning_of",),
     "attention.find": ("find_attention", "register_adapter"),
     "attention.site": ("AttentionSite", "Slot"),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
-    "diagnosis.diagnose": ("diagnose",),
-    "diagnosis.records": ("Diagnosis", "DiagnosisError", "Finding", "LayerFacts", "TokenFacts"),
+    "doctor.diagnose": ("diagnose",),
+    "doctor.records": ("Diagnosis", "DiagnosisError", "Finding", "LayerFacts", "TokenFacts"),
     "init.apply": ("init_",),
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),
-    "measurement": ("HeadReport", "LayerReport", "MeasurementReport", "MeasureSettings", "measure"),
-    "records": ("JacobianSpectrum", "Spectrum"),
-    "tracking": ("ConditionTracker", "TrackPoint"),
+    "measurement.measure": ("HeadReport", "LayerReport", "MeasurementReport", "MeasureSettings", "measure"),
+    "linalg.records": ("JacobianSpectrum", "Spectrum"),
+    "measurement.tracker": ("ConditionTracker", "TrackPoint"),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
 _MODULES = {*(module.partition(".")[0] for module in _LAZY), "theory"}

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import wellcond as wc
-from wellcond.attention.builders import head_rows
+from wellcond.attention.layout import head_rows
 from wellcond.attention.site import AttentionSite, Slot
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wellcond.attention.builders import QKVLayout, head_rows
+from wellcond.attention.layout import QKVLayout, head_rows
 from wellcond.errors import UnknownChoiceError
 
 layouts = st.builds(

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 import wellcond as wc
+from wellcond.lab.models.build import ModelSpecError, build_model, parse_values
 from wellcond.linalg.spectrum import spectra
-from wellcond.models import ModelSpecError, build_model, parse_values
 
 SMALL_VIT = ["--model-arg", "depth=2", "--model-arg", "embed_dim=24", "--model-arg", "num_heads=3"]
 VIT = "timm:vit_tiny_patch16_224"
@@ -83,7 +83,7 @@ def test_a_model_that_is_counted_first_has_the_same_weights(monkeypatch):
         return build_model(VIT, {"depth": 2, "embed_dim": 24, "num_heads": 3})
 
     plain = built()
-    monkeypatch.setattr("wellcond.memory_guard.LARGE", 10**4)
+    monkeypatch.setattr("wellcond.lab.models.memory_guard.LARGE", 10**4)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), built().parameters(), strict=True))
 
 

@@ -110,7 +110,7 @@ def test_what_takes_long_is_announced_with_the_options_that_change_it(file, monk
     monkeypatch.setattr(sys, "argv", ["wellcond", "measure", f"{file}:vit", "--layers", "0"])
     said = []
     for slow in (10.0, 0.0):
-        monkeypatch.setattr("wellcond.measurement.SLOW_SECONDS", slow)
+        monkeypatch.setattr("wellcond.measurement.measure.SLOW_SECONDS", slow)
         with pytest.raises(SystemExit):
             main()
         said.append([line for line in capsys.readouterr().err.splitlines() if "expected to take up to" in line])

@@ -17,7 +17,7 @@ from lab.small import CHANGES_IN_WORDS, command
 from report.fake_runs import usual_methods, write_comparison
 from wellcond.cli.main import main
 from wellcond.files import read_regular
-from wellcond.models import build_model
+from wellcond.lab.models.build import build_model
 
 VIT = "timm:test_vit"
 HANG = 300

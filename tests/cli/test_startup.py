@@ -114,7 +114,7 @@ def test_importing_wellcond_loads_nothing_and_gives_everything():
         "assert set(wellcond.__all__) <= set(dir(wellcond))\n"
         "assert wellcond.WellcondError is wellcond.errors.WellcondError and 'torch' not in sys.modules\n"
         "from wellcond import *\n"
-        "assert measure is wellcond.measure is wellcond.measurement.measure\n"
+        "assert measure is wellcond.measure is wellcond.measurement.measure.measure\n"
         "assert wellcond.linalg.spectrum.spectrum is spectrum\n"
         "try: wellcond.nothing\n"
         "except AttributeError as error: assert 'nothing' in str(error)\n"

@@ -18,10 +18,10 @@ from report.fake_runs import usual_methods, write_comparison
 from wellcond.cli import runs
 from wellcond.cli.main import load_app, main
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
+from wellcond.lab.models.build import build_model
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import Settings, list_problems
 from wellcond.lab.train.compare import Outcome
-from wellcond.models import build_model
 
 MODEL = "timm:test_vit"
 SMALL = [part for change in (*SETTINGS, "training.length={steps: 1}") for part in ("--set", change)]

@@ -222,7 +222,7 @@ def test_writing_back_what_was_read_changes_no_bit(case: Case):
 
 def test_wrong_reading_of_a_fused_weight_is_noticed():
     """The contract itself can fail: GPT-NeoX's rows read as blocks are not what the model multiplies."""
-    from wellcond.attention.builders import fused_site
+    from wellcond.attention.layout import fused_site
     from wellcond.attention.site import Place
 
     [case] = [case for case in CASES if case.name == "gpt-neox"]
@@ -289,7 +289,7 @@ def test_recurrent_models_have_no_attention():
     ],
 )
 def test_zoo_reports_what_became_of_a_model(model_type: str, status: str, capfd: pytest.CaptureFixture[str]):
-    from wellcond.zoo.walk import walk_one
+    from wellcond.cli.zoo.walk import walk_one
 
     row = walk_one(model_type)
     assert row.status == status
@@ -305,8 +305,8 @@ def test_zoo_reports_what_became_of_a_model(model_type: str, status: str, capfd:
 )  # fmt: skip
 def test_zoo_says_which_form_measures_a_model(model_type: str, forms: str):
     """Tried on the attention itself, with random weights and a few tokens; SAM's positions multiply its queries."""
-    from wellcond.zoo.forms import is_structured
-    from wellcond.zoo.walk import walk_one
+    from wellcond.cli.zoo.forms import is_structured
+    from wellcond.cli.zoo.walk import walk_one
 
     row = walk_one(model_type)
     assert row.forms == forms

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from contracts import cases_hf, cases_timm
 from contracts.cases_hf import BART, BERT, LLAMA, SQUARE_LLAMA, VIT, make, qwen3_next, tokens
 from contracts.harness import heads_of, randomise_, watch
-from wellcond.attention.adapters import modifiers
-from wellcond.attention.adapters.modifiers import (
+from wellcond.attention.families import modifiers
+from wellcond.attention.families.modifiers import (
     ATTENTION_SINKS,
     CLIPPED_QKV,
     EXTRA_KEYS,

@@ -18,11 +18,11 @@ from torch.nn.functional import normalize
 
 from contracts.cases_timm import CASES, USUAL, Call, Case, tokens
 from contracts.harness import randomise_
-from wellcond.attention.builders import head_rows
 from wellcond.attention.find import find_attention, scan_attention
+from wellcond.attention.layout import head_rows
 from wellcond.attention.site import AttentionSite, Slot
+from wellcond.cli.zoo.walk import inspect_model
 from wellcond.errors import UnsupportedLayoutError
-from wellcond.zoo.walk import inspect_model
 
 
 class Seen:

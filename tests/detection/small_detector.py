@@ -6,9 +6,9 @@ import torch
 
 import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.models.build import build_model
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.train.run import Job
-from wellcond.models import build_model
 
 XCIT = {"backbone": "xcit_nano_12_p16_224", "backbone_arguments": {"embed_dim": 16, "depth": 4, "num_heads": 2}}
 SWIN = {

@@ -26,9 +26,9 @@ from detection.coco_sets import (
     write_set,
 )
 from wellcond.lab.data import DataError, fingerprint
+from wellcond.lab.run_lengths import read_counts
 from wellcond.lab.tasks.detection import samples as masks
 from wellcond.lab.tasks.detection.samples import boxes_of_masks
-from wellcond.run_lengths import read_counts
 
 needs_mini = pytest.mark.skipif(
     not MINI.is_dir(), reason="coco2017-mini is not beside the repository or in WELLCOND_DATA"

@@ -10,16 +10,16 @@ from safetensors.torch import save_file
 import wellcond as wc
 from detection.coco_sets import write_set
 from detection.small_detector import HEADS, SWIN, XCIT, detector, recipe
+from wellcond.conditioning.weights import read_state_dict
 from wellcond.errors import WeightError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.models.build import build_model
 from wellcond.lab.models.trained import load_encoder
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.checkpoint import last_checkpoint
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import Job, run_job
-from wellcond.models import build_model
-from wellcond.weights import read_state_dict
 
 DEFAULT, BALANCED = (MethodSettings.model_validate(text) for text in ("default", "conditioned+balanced"))
 IMAGE = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))

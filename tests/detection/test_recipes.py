@@ -12,10 +12,10 @@ import wellcond as wc
 from detection.coco_sets import MINI
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.models.build import build_model
 from wellcond.lab.tasks.base import EVALUATION
 from wellcond.lab.tasks.detection.samples import CROP_RANGE, CROP_SHARE, CROP_SIDES
 from wellcond.lab.train.prepare import prepare_model, prepare_task
-from wellcond.models import build_model
 
 
 @dataclass(frozen=True)

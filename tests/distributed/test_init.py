@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 import wellcond as wc
 from distributed.models import IMAGES, TOKENS, WRAPPERS, build, gather, gpt2, loss_of
 from distributed.processes import assert_same_everywhere, is_first, rank, run_on_two
-from wellcond.attention.distributed import unwrap
+from wellcond.attention.sharding import unwrap
 
 pytestmark = pytest.mark.processes
 

@@ -6,7 +6,7 @@ import torch
 import wellcond as wc
 from distributed.models import TOKENS, WRAPPERS, blocks_of, build, gather, loss_of, probe_of
 from distributed.processes import rank, run_on_two
-from wellcond.attention.distributed import any_distributed, is_sharded
+from wellcond.attention.sharding import any_distributed, is_sharded
 
 pytestmark = pytest.mark.processes
 

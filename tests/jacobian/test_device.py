@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from far_device import FAR, Far, FarDevice
-from wellcond.head import Head, can_stack
 from wellcond.jacobian import select
 from wellcond.jacobian.diagnosis import all_attention_statistics, diagnose_head
+from wellcond.jacobian.head import Head, can_stack
 from wellcond.jacobian.plain import StackForm, WideForm, wide_forms
 from wellcond.jacobian.spectrum import form_spectra, form_spectrum, jacobian_spectrum
 from wellcond.linalg.spectrum import where_decomposed

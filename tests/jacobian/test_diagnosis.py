@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from jacobian.test_spectrum import G1, causal
-from wellcond.head import Head, build_blocks
 from wellcond.jacobian.diagnosis import attention_statistics, block_norms, diagnose_head
+from wellcond.jacobian.head import Head, build_blocks
 from wellcond.jacobian.plain import dense_jacobian
 
 F64 = torch.float64

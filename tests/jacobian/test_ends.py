@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from wellcond.head import Head, build_blocks
 from wellcond.jacobian import select, spectrum
 from wellcond.jacobian.ends import factorise_, least_singular_value, make_triangle, no_eigenvalue_below, solve_float32
 from wellcond.jacobian.gram import OutputSide, explicit_jacobian, output_gram, parameter_side, pull_back, push_forward
+from wellcond.jacobian.head import Head, build_blocks
 from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.spectrum import form_spectrum
 

@@ -19,8 +19,8 @@ from jacobian.test_normalised import (
     tensor,
 )
 from wellcond.errors import WeightError
-from wellcond.head import Head
 from wellcond.jacobian.channel import xcit_head
+from wellcond.jacobian.head import Head
 from wellcond.jacobian.layer import HeadUnion, ProjectedHeads, union_condition_number, with_output_weights
 from wellcond.jacobian.normalised import cosine_head
 from wellcond.jacobian.plain import WideForm

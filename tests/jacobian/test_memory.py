@@ -10,9 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wellcond import head
-from wellcond.head import Head
-from wellcond.jacobian import plain, select
+from wellcond.jacobian import head, plain, select
+from wellcond.jacobian.head import Head
 from wellcond.jacobian.plain import StackForm, WideForm
 from wellcond.jacobian.spectrum import form_spectrum, head_spectrum
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellcond.errors import UnknownChoiceError, WeightError
-from wellcond.head import Head
 from wellcond.jacobian.diagnosis import diagnose_head
+from wellcond.jacobian.head import Head
 from wellcond.jacobian.maps import TokenMap, chain, identity_map, l2_norm, layer_norm, rms_norm, rotary
 from wellcond.jacobian.normalised import NormalisedHead, Softmax, cosine_head, mapped_head, softmax_weights
 from wellcond.jacobian.plain import dense_jacobian

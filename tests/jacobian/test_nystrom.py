@@ -17,11 +17,11 @@ from wellcond.jacobian import select
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.capture.forms import captured_form
 from wellcond.jacobian.generic.head import GenericHead
-from wellcond.jacobian.nystrom.form import NystromForm, nystrom_head
-from wellcond.jacobian.nystrom.head import Inverse
 from wellcond.jacobian.spectrum import form_spectrum
+from wellcond.lab.models.build import build_model
 from wellcond.lab.models.long_range import MaskedNystromAttention
-from wellcond.models import build_model
+from wellcond.lab.nystrom.form import NystromForm, nystrom_head
+from wellcond.lab.nystrom.head import Inverse
 
 TOKENS, WIDTH, HEADS = 24, 8, 2
 RTOL = 1e-12

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import wellcond.jacobian.select as select_module
 from jacobian.test_normalised import angles, check_form, head_function, normals, numerical_rank, rope
-from wellcond.head import Head
+from wellcond.jacobian.head import Head
 from wellcond.jacobian.maps import TokenMap, chain, eye_like, identity_map, rms_norm, rotary
 from wellcond.jacobian.normalised import NormalisedHead, Softmax, mapped_head
 from wellcond.jacobian.select import choose_method

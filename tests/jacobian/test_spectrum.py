@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellcond.errors import UnknownChoiceError, WeightError
-from wellcond.head import Head, build_blocks
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
+from wellcond.jacobian.head import Head, build_blocks
 from wellcond.jacobian.plain import WideForm, dense_jacobian, gram_operator
 from wellcond.jacobian.select import MemoryLimitError, Route, choose_method
 from wellcond.jacobian.spectrum import ROUTES, form_spectrum, head_spectrum, jacobian_spectrum

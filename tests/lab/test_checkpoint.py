@@ -5,6 +5,7 @@ import torch
 
 from lab.helpers import same_state, tiny_gpt2, tiny_vit
 from wellcond import condition_
+from wellcond.conditioning.weights import read_state_dict
 from wellcond.lab.train import checkpoint
 from wellcond.lab.train.checkpoint import (
     group_options,
@@ -20,7 +21,6 @@ from wellcond.lab.train.checkpoint import (
 )
 from wellcond.lab.train.optimizers import AdamW, Muon
 from wellcond.lab.train.run_folder import RunError
-from wellcond.weights import read_state_dict
 
 
 def vit_loss(model):

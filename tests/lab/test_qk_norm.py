@@ -16,10 +16,10 @@ from wellcond import find_attention
 from wellcond.attention.head_norm import EPS
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.capture.forms import captured_form
+from wellcond.lab.models.build import build_model
 from wellcond.lab.models.changes import add_qk_norm_
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run import run_job
-from wellcond.models import build_model
 
 SWIN = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2)}
 XCIT = {"img_size": 32, "embed_dim": 16, "depth": 1, "num_heads": 2, "cls_attn_layers": 1}

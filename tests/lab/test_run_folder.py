@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from patience import PATIENCE
+from wellcond.lab.run_records import SCHEMA
 from wellcond.lab.train.run_folder import RunError, RunFolder
-from wellcond.run_records import SCHEMA
 
 pytestmark = pytest.mark.processes
 

@@ -5,7 +5,7 @@ import torch
 
 from wellcond import find_attention
 from wellcond.lab.load_recipe import load_recipe
-from wellcond.models import build_model
+from wellcond.lab.models.build import build_model
 
 pytest.importorskip("transformers")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
-from wellcond.models import build_model
+from wellcond.lab.models.build import build_model
 
 pytest.importorskip("transformers")
 

@@ -24,9 +24,9 @@ from wellcond.lab.report.pack import MOST_POINTS, pack, pack_steps, share
 from wellcond.lab.report.page import gather, render_markdown
 from wellcond.lab.report.records import Run, RunRecordError, merge
 from wellcond.lab.report.tuning import find_tuning
+from wellcond.lab.run_records import seal
 from wellcond.lab.train.compare import write_comparison as write_run_list
 from wellcond.lab.train.run_folder import RunError
-from wellcond.run_records import seal
 
 
 def complete(methods):

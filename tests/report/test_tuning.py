@@ -12,7 +12,7 @@ from wellcond.lab.report.page import build_report, gather
 from wellcond.lab.report.plots import plots
 from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
-from wellcond.run_records import seal
+from wellcond.lab.run_records import seal
 
 RATES = (1e-4, 1e-3, 1e-2, 1e-1)
 

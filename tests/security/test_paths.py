@@ -18,13 +18,13 @@ from report.fake_runs import FakeMethod, only_comparison, write_comparison
 from wellcond.lab.data.base import DataError
 from wellcond.lab.data.disk import cached_folder
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.models.build import ModelSpecError, build_model
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.pack import pack
 from wellcond.lab.report.page import build_report
 from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.settings import RecipeError
-from wellcond.models import ModelSpecError, build_model
 
 OUT = ["../../out", "/etc/out", "..", ".", "a/b", "a\\b", ".hidden", "~", "C:\\out", "a\0b", "-x", ""]
 

@@ -8,7 +8,7 @@ factor by a printed error, so that an erratum is the distance between two calls.
 import torch
 from torch import Tensor
 
-from wellcond.head import Head, build_blocks
+from wellcond.jacobian.head import Head, build_blocks
 
 F64 = torch.float64
 

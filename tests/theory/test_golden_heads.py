@@ -22,7 +22,7 @@ from theory.reference import (
     tensor,
     wide,
 )
-from wellcond.head import build_blocks
+from wellcond.jacobian.head import build_blocks
 from wellcond.linalg.spectrum import spectrum
 from wellcond.theory import (
     exact_case,

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-import wellcond.head as head_module
+import wellcond.jacobian.head as head_module
 import wellcond.theory.surrogate as surrogate
 from theory import cases
 from theory.reference import F64, head, lambda_hat, softmax_jacobian, tensor
 from wellcond.errors import UnknownChoiceError, WeightError, WellcondError
-from wellcond.head import build_blocks
+from wellcond.jacobian.head import build_blocks
 from wellcond.theory import (
     Bound,
     Head,

@@ -9,7 +9,7 @@ from timm.layers import DropPath
 from wellcond import find_attention
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings
-from wellcond.models import build_model
+from wellcond.lab.models.build import build_model
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,3 @@
 """Where Q, K, V and O are stored, in any transformer."""
 
-import wellcond.attention.adapters  # noqa: F401  (registers the families)
+import wellcond.attention.families  # noqa: F401  (registers the families)

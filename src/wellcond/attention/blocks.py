@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from wellcond.attention.builders import is_conv1d, is_projection
+from wellcond.attention.layout import is_conv1d, is_projection
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wellcond.arguments import check_model, describe
-from wellcond.attention.distributed import is_distributed, local_part
 from wellcond.attention.find import Scan, find_attention, refuse_adapters, scan_attention
+from wellcond.attention.sharding import is_distributed, local_part
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.attention.sites import closest_paths, path_matches
 from wellcond.errors import ConditioningError, SiteNotFoundError, WeightError, check_choice

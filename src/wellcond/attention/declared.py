@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention import builders, trial
+from wellcond.attention import layout, trial
 from wellcond.attention.proof import Proof, prove
 from wellcond.attention.site import AttentionSite, Place, Slot
 from wellcond.attention.structure import seen_facts, signature
@@ -143,18 +143,18 @@ def _alternatives(site: AttentionSite, copied: nn.Module) -> Iterator[tuple[str,
     distinct = list({id(owner): owner for owner in owners}.values())
     if len(distinct) == 3:
         for parts in itertools.permutations(owners):
-            for heads in dict.fromkeys([site.num_heads, *_head_counts(builders.out_features(parts[0]))]):
+            for heads in dict.fromkeys([site.num_heads, *_head_counts(layout.out_features(parts[0]))]):
                 words = ", ".join(f"{letter}={names[id(part)]}" for letter, part in zip("qkv", parts, strict=True))
-                other = _built(builders.separate_site, place, *parts, num_heads=heads, output=output)
+                other = _built(layout.separate_site, place, *parts, num_heads=heads, output=output)
                 if other is not None:
                     yield f"separate_site({words}, num_heads={heads})", other
     elif len(distinct) == 1:
-        rows = builders.out_features(distinct[0])
+        rows = layout.out_features(distinct[0])
         for heads, kv_heads in _grouped_counts(site, rows):
             for arrangement, order in itertools.product(("blocks", "groups"), itertools.permutations("qkv")):
                 options = {"num_kv_heads": kv_heads} if kv_heads != heads else {}
                 options |= {"arrangement": arrangement, "order": "".join(order)}
-                other = _built(builders.fused_site, place, distinct[0], num_heads=heads, output=output, **options)
+                other = _built(layout.fused_site, place, distinct[0], num_heads=heads, output=output, **options)
                 if other is not None:
                     words = ", ".join(f"{key}={value!r}".replace("'", '"') for key, value in options.items())
                     yield f"fused_site(num_heads={heads}, {words})", other

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import unwrap, whole
+from wellcond.attention.sharding import unwrap, whole
 
 CORRECTIONS_ATTRIBUTE = "_wellcond_corrections"
 PLACE_ATTRIBUTE = "_wellcond_place"

@@ -53,7 +53,7 @@ def register_adapter(*targets: type | str, example: Example | None = None) -> Ca
 
     Example:
         >>> from torch import nn
-        >>> from wellcond.attention.builders import fused_site
+        >>> from wellcond.attention.layout import fused_site
         >>> class MyAttention(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.builders import is_projection
+from wellcond.attention.layout import is_projection
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import UnsupportedLayoutError
 

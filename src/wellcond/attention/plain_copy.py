@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import whole
+from wellcond.attention.sharding import whole
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",

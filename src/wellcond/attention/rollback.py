@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import local_part, reshard_
+from wellcond.attention.sharding import local_part, reshard_
 
 
 class Rollback:

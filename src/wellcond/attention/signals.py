@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import is_distributed, reshard_
+from wellcond.attention.record import JOINED, SiteCall, first_tensor, watch_sites
+from wellcond.attention.sharding import is_distributed, reshard_
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.watch import JOINED, SiteCall, first_tensor, watch_sites
 from wellcond.errors import WeightError
 
 MASKED = 50.0

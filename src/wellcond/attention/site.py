@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.arguments import check_flag, check_number, check_tensor, describe
-from wellcond.attention.distributed import box_of, is_distributed, local_part, whole
 from wellcond.attention.effective import corrections_of, effective_weight
+from wellcond.attention.sharding import box_of, is_distributed, local_part, whole
 from wellcond.errors import WeightError, check_choice
 
 Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]

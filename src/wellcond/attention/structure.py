@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wellcond.attention import builders, names, trial
+from wellcond.attention import layout, names, trial
 from wellcond.attention.products import ProductRecorder, expected_heads, facts_of
 from wellcond.attention.proof import Proof, prove
 from wellcond.attention.site import AttentionSite, Place, Slot
@@ -217,21 +217,21 @@ def _module_readings(place: Place) -> Iterator[Reading]:
         children = dict(place.module.get_submodule(path).named_children())
 
         def has(wanted: tuple[str, ...], children: dict[str, nn.Module] = children) -> bool:
-            return all(builders.is_projection(children.get(name)) for name in wanted)
+            return all(layout.is_projection(children.get(name)) for name in wanted)
 
         separate = next((wanted for wanted in names.SEPARATE if has(wanted)), None)
         query_kv = next((wanted for wanted in names.QUERY_AND_FUSED if has(wanted)), None)
         fused = next((name for name in names.FUSED if has((name,))), None)
         if separate is not None:
-            yield from _with_heads(place, path, builders.separate_site, separate, [{}])
+            yield from _with_heads(place, path, layout.separate_site, separate, [{}])
             return
         if query_kv is not None:
             options = [{"arrangement": arrangement} for arrangement in ("blocks", "groups")]
-            yield from _with_heads(place, path, builders.query_and_kv_site, query_kv, options)
+            yield from _with_heads(place, path, layout.query_and_kv_site, query_kv, options)
             return
         if fused is not None:
             options = [{"arrangement": a, "order": order} for order in ORDERS for a in ("blocks", "groups")]
-            yield from _with_heads(place, path, builders.fused_site, (fused,), options)
+            yield from _with_heads(place, path, layout.fused_site, (fused,), options)
             return
 
 
@@ -245,7 +245,7 @@ def _holders(module: nn.Module) -> list[str]:
 def _holds_projections_only(part: nn.Module) -> bool:
     children = list(part.children())
     is_attention = find_output(part) is not None or any(hasattr(part, name) for name in names.HEADS)
-    return bool(children) and not is_attention and all(builders.is_projection(child) for child in children)
+    return bool(children) and not is_attention and all(layout.is_projection(child) for child in children)
 
 
 def _with_heads(
@@ -317,9 +317,9 @@ def _head_counts(
     counts = first_int(place, names.HEADS) or first_int(holder, names.HEADS)
     kv_counts = first_int(place, names.KV_HEADS) or first_int(holder, names.KV_HEADS)
     width = first_int(place, names.HEAD_DIM) or first_int(holder, names.HEAD_DIM)
-    rows = builders.out_features(projections[0])
+    rows = layout.out_features(projections[0])
     if counts is None and width and len(wanted) == 3:
-        counts, kv_counts = rows // width, builders.out_features(projections[1]) // width
+        counts, kv_counts = rows // width, layout.out_features(projections[1]) // width
     if counts is not None:
         yield {"num_heads": counts, "num_kv_heads": kv_counts, "head_dim": width}
         return
@@ -335,8 +335,8 @@ def find_output(module: nn.Module) -> nn.Module | None:
     for name in names.OUTPUT:
         child = getattr(module, name, None)
         if isinstance(child, (nn.Sequential, nn.ModuleList)):
-            child = next((part for part in child if builders.is_projection(part)), None)
-        if builders.is_projection(child):
+            child = next((part for part in child if layout.is_projection(part)), None)
+        if layout.is_projection(child):
             return child
     return None
 
@@ -368,16 +368,16 @@ def added_stream(site: AttentionSite) -> AttentionSite | None:
     wanted, output_name = names.ADDED
     module = site.module
     parts = [getattr(module, name, None) for name in wanted]
-    if not all(builders.is_projection(part) for part in parts):
+    if not all(layout.is_projection(part) for part in parts):
         return None
     place = Place(f"{site.name}.added" if site.name else "added", module, module)
     output = getattr(module, output_name, None)
-    added = builders.separate_site(
+    added = layout.separate_site(
         place,
         *parts,
         num_heads=site.num_heads,
         num_kv_heads=site.num_kv_heads,
-        output=output if builders.is_projection(output) else None,
+        output=output if layout.is_projection(output) else None,
         family=site.family,
         scale=site.scale,
     )
@@ -439,7 +439,7 @@ def _readings_of_stack(place: Place, name: str, stack: nn.Parameter) -> Iterator
                 width = view[1] if transposed else view[2]
                 rows = view[2] if transposed else view[1]
                 heads, head_dim = _heads_of_rows(here, rows)
-                table = builders.head_rows(heads, head_dim)
+                table = layout.head_rows(heads, head_dim)
                 base = Slot(on, name, table, transposed, view=view, index=0)
                 q, k, v = (replace(base, index=index) for index in range(3))
                 o = _module_output(here, q)
@@ -475,13 +475,13 @@ def _parameter_slot(place: Place, name: str, transposed: bool, on_input: bool, b
         heads = stored.shape[0]
         out, columns = (stored.shape[2], stored.shape[1]) if transposed else (stored.shape[1], stored.shape[2])
         width = columns if on_input else out
-        rows = builders.head_rows(heads, width)
+        rows = layout.head_rows(heads, width)
         bias_rows = None
         return Slot(place.module, name, rows, transposed, on_input, bias_name=bias, bias_rows=bias_rows, by_head=True)
     rows_of = stored.shape[1] if transposed else stored.shape[0]
     columns = stored.shape[0] if transposed else stored.shape[1]
     heads, width = _heads_of_rows(place, columns if on_input else rows_of)
-    return Slot(place.module, name, builders.head_rows(heads, width), transposed, on_input, bias_name=bias)
+    return Slot(place.module, name, layout.head_rows(heads, width), transposed, on_input, bias_name=bias)
 
 
 def _heads_of_rows(place: Place, rows: int) -> tuple[int, int]:
@@ -512,7 +512,7 @@ def _parameter_site(place: Place, q: Slot, k: Slot, v: Slot, o: Slot | None, arr
 
 def _module_output(place: Place, q: Slot) -> Slot | None:
     output = find_output(place.module)
-    return builders.output_slot(place, output, q.num_heads, q.head_dim)
+    return layout.output_slot(place, output, q.num_heads, q.head_dim)
 
 
 def _bias_of(module: nn.Module, weight: str) -> str | None:

@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 import wellcond
 from wellcond.errors import DEBUG_VARIABLE, MissingExtraError, WeightError, WellcondError
-from wellcond.models import build_model, check_model, parse_values
+from wellcond.lab.models.build import build_model, check_model, parse_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,7 +135,7 @@ def build_loaded(
     import torch
 
     from wellcond.conditioning.apply import recondition_
-    from wellcond.weights import conditioning_in, load_state, read_state_dict
+    from wellcond.conditioning.weights import conditioning_in, load_state, read_state_dict
 
     torch.manual_seed(seed)
     model = build_model(spec, values)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.watch import run, undisturbed
+from wellcond.attention.record import run, undisturbed
 from wellcond.cli.app import OptionError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")

@@ -21,8 +21,8 @@ from wellcond.cli.console import echo, echo_json, make_console, print_table
 from wellcond.errors import AttentionNotFoundError, WeightError, check_choice
 from wellcond.files import to_json
 from wellcond.init import recommended
+from wellcond.lab.models.build import ModelSpecError, build_model, check_model, is_local_code, parse_values
 from wellcond.lab.report.table import Cell, Table
-from wellcond.models import ModelSpecError, build_model, check_model, is_local_code, parse_values
 from wellcond.version import __version__
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def inspect(
 
     from wellcond.attention.effective import conditioning_of
     from wellcond.attention.find import scan_attention
-    from wellcond.run_facts import describe_model
+    from wellcond.measurement.facts import describe_model
 
     scan = scan_attention(built)
     if not scan.sites and not scan.refusals:
@@ -148,8 +148,8 @@ def _show(row: dict[str, Any]) -> dict[str, Cell]:
 
 def print_zoo(library: str, *, as_json: bool = False) -> None:
     """Walk every architecture of timm or hf, as installed, and print how much of it is understood."""
-    from wellcond.zoo.forms import is_structured
-    from wellcond.zoo.walk import walk_hf, walk_timm
+    from wellcond.cli.zoo.forms import is_structured
+    from wellcond.cli.zoo.walk import walk_hf, walk_timm
 
     console, walk = make_console(stderr=True), walk_timm if library == "timm" else walk_hf
     rows = walk(progress=lambda names: track(names, f"walking {library}", console=console, disable=as_json))
@@ -196,8 +196,8 @@ def init(
 
     from wellcond.attention.find import find_attention
     from wellcond.cli.inputs import make_batch
+    from wellcond.conditioning.weights import save_weights
     from wellcond.init.apply import init_
-    from wellcond.weights import save_weights
 
     batch = {} if input is None else {"batch": make_batch(built, input, samples=32, seed=seed)[0]}
     try:
@@ -223,7 +223,7 @@ def fold(
     built = cli.build_loaded(model, model_arg, weights, 0, averaged=ema)
     from wellcond.attention.effective import conditioning_of
     from wellcond.conditioning.apply import fold_
-    from wellcond.weights import save_weights
+    from wellcond.conditioning.weights import save_weights
 
     settings = conditioning_of(built)
     if settings is None:

@@ -13,13 +13,13 @@ from wellcond.cli import app as cli
 from wellcond.cli.console import echo, echo_json, make_console
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import write_atomically
-from wellcond.records import Convention
+from wellcond.linalg.records import Convention
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from wellcond.diagnosis.records import Diagnosis
-    from wellcond.measurement import MeasurementReport
+    from wellcond.doctor.records import Diagnosis
+    from wellcond.measurement.measure import MeasurementReport
 
 
 @cli.app.command("doctor", rich_help_panel=cli.MODELS)
@@ -41,7 +41,7 @@ def doctor(
     """Say what is wrong with the attention of MODEL, and which line of code fixes it; seconds."""
     cli.check_outputs(output, html, force=force)
     built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
-    from wellcond.diagnosis.diagnose import diagnose
+    from wellcond.doctor.diagnose import diagnose
 
     found = diagnose(built, batch, trained=trained, jacobian=jacobian)
     found.run.update({name: f"{said[name]}: {found.run[name]}" for name in said})
@@ -75,7 +75,7 @@ def measure(
     cli.check_outputs(output, html, force=force)
     built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
     from wellcond.attention.find import scan_attention
-    from wellcond.measurement import measure
+    from wellcond.measurement.measure import measure
 
     try:
         found = measure(

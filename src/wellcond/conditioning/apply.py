@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from wellcond.arguments import check_mapping, check_model
 from wellcond.attention.checks import Chosen, check_finite, check_writable, choose_projections, choose_sites
-from wellcond.attention.distributed import (
+from wellcond.attention.effective import corrections_of
+from wellcond.attention.find import find_attention
+from wellcond.attention.rollback import Rollback
+from wellcond.attention.sharding import (
     any_process,
     box_of,
     is_distributed,
@@ -24,9 +27,6 @@ from wellcond.attention.distributed import (
     update_buffers,
     whole,
 )
-from wellcond.attention.effective import corrections_of
-from wellcond.attention.find import find_attention
-from wellcond.attention.rollback import Rollback
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.conditioning import warnings as advice
 from wellcond.conditioning.attach import Attachment, attach, detach, readers_in

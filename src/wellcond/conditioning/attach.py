@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from wellcond.attention.distributed import is_distributed
 from wellcond.attention.effective import (
     CORRECTIONS_ATTRIBUTE,
     PLACE_ATTRIBUTE,
@@ -30,6 +29,7 @@ from wellcond.attention.effective import (
     corrections_of,
     remove_conditioning,
 )
+from wellcond.attention.sharding import is_distributed
 from wellcond.conditioning.corrections import FOLD_FIRST, AbstractCorrection
 from wellcond.conditioning.effective_state import resume_in_trainer, save_pretrained
 from wellcond.conditioning.forward_pass import ForwardPass, Place

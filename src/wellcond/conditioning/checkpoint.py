@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import local_part
 from wellcond.attention.effective import SETTINGS_ATTRIBUTE, corrections_of
+from wellcond.attention.sharding import local_part
 from wellcond.conditioning.corrections import FrozenCorrection
 from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightError
 

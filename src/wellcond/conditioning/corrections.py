@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from wellcond.attention.distributed import Box, box_of, is_distributed, like, local_part, whole
+from wellcond.attention.sharding import Box, box_of, is_distributed, like, local_part, whole
 from wellcond.attention.site import Slot
 from wellcond.errors import ConditioningError
 from wellcond.linalg.polar_express import mix_with_polar

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import is_sharded
 from wellcond.attention.effective import corrections_of, is_conditioned
+from wellcond.attention.sharding import is_sharded
 from wellcond.conditioning.checkpoint import RESUMED, marker_of
 from wellcond.conditioning.corrections import FrozenCorrection
 from wellcond.errors import CheckpointMismatchError, WeightError

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import is_distributed
 from wellcond.attention.effective import corrections_of
+from wellcond.attention.sharding import is_distributed
 from wellcond.conditioning.corrections import SpectralCorrection, is_exporting, straight_through
 
 

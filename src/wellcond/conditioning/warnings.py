@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from wellcond.attention.blocks import POSITIONS
-from wellcond.attention.distributed import whole
+from wellcond.attention.sharding import whole
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import NumericalWarning
 from wellcond.linalg.spectrum import spectra

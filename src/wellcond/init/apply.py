@@ -19,8 +19,8 @@ import wellcond.init.standard
 import wellcond.init.whole_blocks  # noqa: F401  (each registers its methods)
 from wellcond.arguments import describe
 from wellcond.attention.checks import Chosen, check_writable, choose_projections, choose_sites
-from wellcond.attention.distributed import find_ddp, is_distributed, reshard_, unwrap
 from wellcond.attention.rollback import Rollback
+from wellcond.attention.sharding import find_ddp, is_distributed, reshard_, unwrap
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import EvidenceWarning, UnknownChoiceError, check_method
 from wellcond.init import recommended

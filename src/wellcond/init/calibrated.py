@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import broadcast_from_rank_zero, is_distributed, local_part, whole
 from wellcond.attention.rollback import Rollback
+from wellcond.attention.sharding import broadcast_from_rank_zero, is_distributed, local_part, whole
 from wellcond.attention.signals import HOW_TO_SEE, Signals, read_signals, root_mean_square
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import WeightError

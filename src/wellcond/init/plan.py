@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import box_of, broadcast_from_rank_zero, is_distributed, local_part
 from wellcond.attention.rollback import Rollback
+from wellcond.attention.sharding import box_of, broadcast_from_rank_zero, is_distributed, local_part
 from wellcond.attention.site import AttentionSite, Share, Slot
 from wellcond.errors import WeightError
 

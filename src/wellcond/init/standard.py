@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.builders import is_conv1d
+from wellcond.attention.layout import is_conv1d
 from wellcond.attention.plain_copy import plain_copy
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.init.plan import HeadWrite, InitContext, ParameterWrite, Write, register_init

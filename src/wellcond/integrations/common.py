@@ -21,7 +21,7 @@ from wellcond.conditioning.methods import METHODS as CORRECTIONS
 from wellcond.errors import UnknownChoiceError, check_method
 from wellcond.init.apply import check_options, init_
 from wellcond.init.plan import METHODS as INITIALISATIONS
-from wellcond.tracking_budget import TrackingOptions
+from wellcond.measurement.budget import TrackingOptions
 
 Choice = str | Mapping[str, Any]
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention.distributed import is_sharded, reshard_, unwrap
 from wellcond.attention.effective import is_conditioned
+from wellcond.attention.sharding import is_sharded, reshard_, unwrap
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import split_state
+from wellcond.conditioning.weights import save_weights
 from wellcond.errors import CheckpointMismatchError, needs_extra
 from wellcond.integrations.common import (
     Choice,
@@ -33,8 +34,7 @@ from wellcond.integrations.common import (
     without_labels,
 )
 from wellcond.integrations.watch import Watch
-from wellcond.tracking import TrackPoint
-from wellcond.weights import save_weights
+from wellcond.measurement.tracker import TrackPoint
 
 try:
     import lightning.pytorch as pl

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention.distributed import gather_model, is_sharded, reshard_, unwrap
 from wellcond.attention.effective import is_conditioned
 from wellcond.attention.rollback import Rollback
+from wellcond.attention.sharding import gather_model, is_sharded, reshard_, unwrap
 from wellcond.conditioning.apply import folded, recondition_
 from wellcond.conditioning.checkpoint import PREFIX, read_settings
 from wellcond.conditioning.effective_state import RAW_FILE, read_raw, resume_in_trainer, save_pretrained, write_raw
@@ -38,7 +38,7 @@ from wellcond.integrations.common import (
     without_labels,
 )
 from wellcond.integrations.watch import Watch
-from wellcond.tracking import TrackPoint
+from wellcond.measurement.tracker import TrackPoint
 
 with needs_extra("transformers", "text"):
     from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback

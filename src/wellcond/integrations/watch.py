@@ -13,7 +13,7 @@ from torch import nn
 
 from wellcond.files import to_json, write_atomically
 from wellcond.integrations.common import geometric_mean
-from wellcond.tracking import ConditionTracker, TrackPoint
+from wellcond.measurement.tracker import ConditionTracker, TrackPoint
 
 
 def mean(values: Sequence[float]) -> float:

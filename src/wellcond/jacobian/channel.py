@@ -40,9 +40,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wellcond.head import compressed, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.ends import from_the_right
 from wellcond.jacobian.form import AbstractForm, NotDefinedError, Triangle
+from wellcond.jacobian.head import compressed, softmax_weights, through_softmax, with_constant
 from wellcond.linalg.spectrum import cast_to_float64, default_rtol, move_to, singular_values
 from wellcond.theory.ranks import Structure, rank_and_ones
 

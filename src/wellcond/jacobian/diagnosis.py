@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wellcond.head import Blocks, BlockStack, Head, build_blocks, stack_heads
+from wellcond.jacobian.head import Blocks, BlockStack, Head, build_blocks, stack_heads
 from wellcond.linalg.spectrum import largest_eigenvalues, singular_values, spectrum, spectrum_of_values
 
 Verdict = Literal["dead head", "P", "X", "norms", "balanced"]

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from wellcond.jacobian.form import Side, Triangle
 from wellcond.jacobian.select import LOWEST, SURE, Task, from_singular_values, make_record
+from wellcond.linalg.records import JacobianSpectrum
 from wellcond.linalg.spectrum import MAX_STEPS, Estimate, default_rtol, largest_eigenvalue, smallest_eigenvalue
-from wellcond.records import JacobianSpectrum
 
 SHIFT = 2e-8
 """Added to the diagonal before a factorisation in float32; see Note [Float32 factor]."""

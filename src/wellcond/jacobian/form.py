@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WellcondError
-from wellcond.head import Blocks, Head
 from wellcond.jacobian.diagnosis import HeadDiagnosis
+from wellcond.jacobian.head import Blocks, Head
 from wellcond.theory.ranks import Structure
 
 

@@ -39,7 +39,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wellcond.head import CHUNK_BYTES, Blocks, Head, compressed
+from wellcond.jacobian.head import CHUNK_BYTES, Blocks, Head, compressed
 from wellcond.linalg.spectrum import row_space
 
 CACHE_BYTES = 4 * 2**20  # rows that are multiplied, scaled and added while they are near the processor

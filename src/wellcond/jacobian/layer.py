@@ -29,10 +29,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wellcond.head import compressed, with_constant
 from wellcond.jacobian.form import AbstractForm
+from wellcond.jacobian.head import compressed, with_constant
+from wellcond.linalg.records import JacobianSpectrum
 from wellcond.linalg.spectrum import cast_to_float64, move_to, numerical_rank
-from wellcond.records import JacobianSpectrum
 from wellcond.theory.ranks import Structure
 
 

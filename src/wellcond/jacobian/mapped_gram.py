@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wellcond.head import Blocks
 from wellcond.jacobian.gram import output_gram
+from wellcond.jacobian.head import Blocks
 from wellcond.linalg.spectrum import largest_eigenvalues
 
 ROWS = 8

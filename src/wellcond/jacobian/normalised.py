@@ -1,6 +1,6 @@
 r"""Softmax heads whose queries and keys pass a map of their own before they meet: QK-norm, cosine attention, rotary.
 
-Legend (theory.md, section 5.1, on top of the legend of `wellcond.head`):
+Legend (theory.md, section 5.1, on top of the legend of `wellcond.jacobian.head`):
 
     qhat_r = f_r(q_r),  khat_j = f_j(k_j)      the mapped rows; P = softmax of s Qhat Khat^T + bias
     N_r^q = df_r/dq (d' x d),  N_j^k           the Jacobians of the maps, one per row
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
-from wellcond.head import Head, compressed, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis, judge_head, map_statistics
 from wellcond.jacobian.form import AbstractForm
+from wellcond.jacobian.head import Head, compressed, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.mapped_gram import MappedBlocks, MappedOutputSide, mirrored_
 from wellcond.jacobian.mapped_rank import mapped_structure
 from wellcond.jacobian.maps import MapRows, TokenMap, eye_like, l2_norm

@@ -21,16 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellcond.head import (
-    Blocks,
-    BlockStack,
-    Head,
-    build_all_blocks,
-    build_blocks,
-    can_stack,
-    stack_blocks,
-    through_softmax,
-)
 from wellcond.jacobian.form import AbstractForm, NotDefinedError
 from wellcond.jacobian.gram import (
     OutputSide,
@@ -40,6 +30,16 @@ from wellcond.jacobian.gram import (
     parameter_gram,
     parameter_side,
     stack_gram,
+)
+from wellcond.jacobian.head import (
+    Blocks,
+    BlockStack,
+    Head,
+    build_all_blocks,
+    build_blocks,
+    can_stack,
+    stack_blocks,
+    through_softmax,
 )
 from wellcond.linalg.spectrum import SMALLEST_ON_DEVICE, where_decomposed
 from wellcond.theory.bounds import lower_parts, lower_square, upper_parts, upper_square

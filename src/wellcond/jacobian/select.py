@@ -31,8 +31,8 @@ from torch import Tensor
 
 from wellcond.errors import WellcondError, check_choice
 from wellcond.jacobian.form import AbstractForm
+from wellcond.linalg.records import Convention, JacobianSpectrum, MethodName, Status
 from wellcond.linalg.spectrum import BLOCK, MAX_STEPS, Estimate, default_rtol, largest_eigenvalue, resolve_rank
-from wellcond.records import Convention, JacobianSpectrum, MethodName, Status
 from wellcond.theory.ranks import Structure
 
 Route = Literal[

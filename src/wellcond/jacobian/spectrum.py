@@ -11,9 +11,9 @@ from torch import Tensor
 
 from wellcond.arguments import check_biases, check_int, check_number, check_tensor
 from wellcond.errors import WeightError, check_choice
-from wellcond.head import Head
 from wellcond.jacobian.ends import ends_of, factorise_, from_triangle, least_singular_value, no_eigenvalue_below
 from wellcond.jacobian.form import AbstractForm, NotDefinedError
+from wellcond.jacobian.head import Head
 from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.select import (
     ASKED,
@@ -33,8 +33,8 @@ from wellcond.jacobian.select import (
     from_singular_values,
     make_record,
 )
+from wellcond.linalg.records import Convention, JacobianSpectrum, Status
 from wellcond.linalg.spectrum import default_rtol, largest_eigenvalue, singular_values, to_float64, where_decomposed
-from wellcond.records import Convention, JacobianSpectrum, Status
 
 
 def jacobian_spectrum(

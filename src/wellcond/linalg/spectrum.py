@@ -36,7 +36,7 @@ from torch import Tensor
 
 from wellcond.arguments import check_number, check_tensor
 from wellcond.errors import WeightError
-from wellcond.records import Spectrum
+from wellcond.linalg.records import Spectrum
 
 Product = Callable[[Tensor], Tensor]
 

@@ -5,7 +5,7 @@ record with value None. Statements that the papers print and that are false keep
 labelled a surrogate, so that their counterexamples are tests.
 """
 
-from wellcond.head import Head
+from wellcond.jacobian.head import Head
 from wellcond.linalg.spectrum import SoftmaxSpectrum
 from wellcond.theory.bounds import (
     exact_case,

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import check_choice
-from wellcond.head import Blocks, Head, build_blocks
+from wellcond.jacobian.head import Blocks, Head, build_blocks
+from wellcond.linalg.records import Convention
 from wellcond.linalg.spectrum import default_rtol, resolve_rank, singular_values, spectrum, where_decomposed
-from wellcond.records import Convention
 from wellcond.theory.ranks import contains_ones
 from wellcond.theory.statement import Bound, Hypothesis, Relation, all_hold, check_single, ours, settle
 from wellcond.theory.surrogate import softmax_spectrum

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellcond.head import Head
+from wellcond.jacobian.head import Head
 from wellcond.linalg.spectrum import numerical_rank, resolve_rank, singular_values, spectrum
 from wellcond.theory.statement import AbstractStatement, Bound, Hypothesis, all_hold, check_single, ours, settle
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from wellcond.errors import WellcondError
-from wellcond.head import Head
+from wellcond.jacobian.head import Head
 
 Relation = Literal["<", "<=", "=", ">=", ">"]
 

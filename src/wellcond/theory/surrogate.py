@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wellcond.head import Head, stack_heads
+from wellcond.jacobian.head import Head, stack_heads
 from wellcond.linalg.spectrum import SECTION_ENTRIES, SoftmaxSpectrum, softmax_eigenvalues, spectrum
 from wellcond.theory.ranks import structural_ranks
 from wellcond.theory.statement import AbstractStatement, Bound, Hypothesis, all_hold, check_single, paper_c, settle

@@ -9,12 +9,12 @@ from torch.nn.functional import cross_entropy
 
 import wellcond as wc
 import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
-from wellcond.attention.builders import fused_site
+from wellcond.attention.layout import fused_site
 from wellcond.attention.site import Place
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.capture.forms import captured_form
+from wellcond.lab.models.build import ModelSpecError, build_model
 from wellcond.lab.models.changes import remove_norms_
-from wellcond.models import ModelSpecError, build_model
 
 SMALL = {"vocab_size": 40, "length": 12, "layers": 2, "width": 16, "heads": 2, "feed_forward": 24}
 HEADS = {"crammed_bert": {}, "crammed_bert_classifier": {"num_labels": 3}}

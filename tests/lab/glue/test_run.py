@@ -11,6 +11,7 @@ import torch
 from lab.data.helpers import write_csv
 from lab.glue.helpers import edit_record, pretrain, write_glue
 from lab.small import assert_same_run, stop_after
+from wellcond.conditioning.weights import load_weights
 from wellcond.errors import WellcondError
 from wellcond.lab.data import DataError
 from wellcond.lab.methods import MethodSettings
@@ -24,7 +25,6 @@ from wellcond.lab.train.glue import plan_glue, read_pretrained
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError
-from wellcond.weights import load_weights
 
 
 def quiet(job, event):

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.record import SiteCall, first_tensor
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.attention.watch import SiteCall, first_tensor
 from wellcond.linalg.spectrum import to_float64
 
 View = Callable[[Tensor], Tensor]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.find import find_attention
+from wellcond.attention.record import JOINED, SiteCall, watch_sites
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.attention.watch import JOINED, SiteCall, watch_sites
 from wellcond.errors import UnsupportedLayoutError, WeightError, WellcondError
-from wellcond.head import Head
 from wellcond.jacobian.capture.align import align, candidates, head_views, is_map, logit_bias
+from wellcond.jacobian.head import Head
 from wellcond.linalg.spectrum import to_float64
 
 # Position decides which keys a query sees, and nothing else changes: masks, or windows as samples of their own.

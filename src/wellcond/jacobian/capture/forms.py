@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellcond.attention.adapters.modifiers import LOCAL_WINDOW
+from wellcond.attention.families.modifiers import LOCAL_WINDOW
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
 from wellcond.jacobian.capture.attention import CapturedAttention
@@ -20,9 +20,9 @@ from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.form import AbstractForm
 from wellcond.jacobian.generic.head import GenericHead, num_samples
 from wellcond.jacobian.layer import ProjectedHeads
-from wellcond.jacobian.nystrom.form import nystrom_form
 from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.select import AGREEMENT_OF_OUTPUT, AGREEMENT_OF_PRODUCT
+from wellcond.lab.nystrom.form import nystrom_form
 
 
 @dataclass(frozen=True)

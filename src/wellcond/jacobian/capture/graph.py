@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
-from wellcond.attention.watch import ROLES
+from wellcond.attention.record import ROLES
 from wellcond.jacobian.generic.head import GenericHead
 
 LINEAR, CONVOLUTIONS = (F.linear, torch.addmm), (F.conv1d, F.conv2d)

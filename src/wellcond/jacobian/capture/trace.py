@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from wellcond.attention.record import ROLES
 from wellcond.attention.site import Slot
-from wellcond.attention.watch import ROLES
-from wellcond.head import Head
 from wellcond.jacobian.capture.graph import Cut, NotTracedError, Trace
 from wellcond.jacobian.form import AbstractForm
 from wellcond.jacobian.generic.head import GenericHead
+from wellcond.jacobian.head import Head
 from wellcond.jacobian.layer import MappedRows
 from wellcond.jacobian.maps import TokenMap
 from wellcond.jacobian.normalised import NormalisedHead, Softmax

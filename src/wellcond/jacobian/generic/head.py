@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from wellcond.attention.record import ROLES
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.attention.watch import ROLES
 from wellcond.errors import WeightError, WellcondError
 from wellcond.jacobian.capture.align import is_map, tolerance
 from wellcond.jacobian.capture.attention import CapturedAttention

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from wellcond.attention.builders import head_rows
 from wellcond.attention.effective import corrections_of, effective_weight, remove_conditioning
+from wellcond.attention.layout import head_rows
 from wellcond.attention.plain_copy import HOOKS
+from wellcond.attention.record import SiteCall, copy_argument, first_tensor, plain_kernels
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.attention.watch import SiteCall, copy_argument, first_tensor, plain_kernels
 from wellcond.errors import UnsupportedLayoutError, WellcondError
 
 SHORT = (torch.float32, torch.float16, torch.bfloat16)

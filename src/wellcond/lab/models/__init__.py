@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from wellcond.errors import MissingExtraError, check_choice, needs_extra
-from wellcond.models import ModelSpecError
+from wellcond.lab.models.build import ModelSpecError
 
 if TYPE_CHECKING:
     from torch import nn

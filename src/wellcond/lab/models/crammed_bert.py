@@ -13,8 +13,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
-from wellcond.attention.builders import fused_site
 from wellcond.attention.find import register_adapter
+from wellcond.attention.layout import fused_site
 from wellcond.attention.site import AttentionSite, Place
 from wellcond.lab.settings import Settings
 

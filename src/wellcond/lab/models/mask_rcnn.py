@@ -22,8 +22,8 @@ from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
 from torchvision.ops.poolers import initLevelMapper
 
+from wellcond.lab.models.build import build_model
 from wellcond.lab.settings import Fraction, Settings
-from wellcond.models import build_model
 
 STRIDES = (4, 8, 16, 32)  # the sides of a padded image are multiples of the last
 ASPECT_RATIOS = (0.5, 1.0, 2.0)  # of torchvision

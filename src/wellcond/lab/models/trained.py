@@ -15,12 +15,12 @@ from wellcond.attention.checks import choose_projections
 from wellcond.attention.find import find_attention
 from wellcond.conditioning.apply import fold_, make_method, recondition_
 from wellcond.conditioning.checkpoint import find_markers, marker_of
+from wellcond.conditioning.weights import conditioning_in, load_state, read_state_dict
 from wellcond.errors import NumericalWarning
 from wellcond.init.selection import exclusion
+from wellcond.lab.models.build import build_model
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.checkpoint import read_finished_run
-from wellcond.models import build_model
-from wellcond.weights import conditioning_in, load_state, read_state_dict
 
 if TYPE_CHECKING:
     from wellcond.lab.methods import MethodSettings

@@ -9,7 +9,7 @@ from typing import Any
 
 from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json, read_packed, setting_differences
 from wellcond.lab.report.table import number
-from wellcond.run_records import checksum
+from wellcond.lab.run_records import checksum
 
 MARK = 16
 """Characters of the checksum by which packed runs name what their comparison stores for all of them."""

@@ -25,7 +25,7 @@ from wellcond.lab.report.records import Rows, Run, RunRecordError, leaves_of, ne
 from wellcond.lab.report.statistics import summarise_logs
 from wellcond.lab.report.table import finite_mean, number, table_markdown
 from wellcond.lab.report.tuning import NAME as TUNING_FILE
-from wellcond.run_records import SCHEMA, checksum, seal
+from wellcond.lab.run_records import SCHEMA, checksum, seal
 
 OWN = frozenset({"schema", "kind", "method", "seed", "status", "samples", "final", "best", "test"})
 """Keys of a record that are never shared: what a run is and what came out."""

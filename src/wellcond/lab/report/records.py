@@ -17,7 +17,7 @@ from typing import Any
 
 from wellcond.errors import WellcondError
 from wellcond.lab.report.table import number, show
-from wellcond.run_records import COMPLETE, find_problem, matches, read_record
+from wellcond.lab.run_records import COMPLETE, find_problem, matches, read_record
 
 Rows = list[dict[str, Any]]
 Keys = tuple[str, ...]

@@ -14,12 +14,12 @@ from wellcond.lab.recipe import Recipe
 from wellcond.lab.report.table import Cell, Table
 from wellcond.lab.reproduce.catalogue import AtScale, Entry, catalogue
 from wellcond.lab.reproduce.stored import RUNS, study_name
+from wellcond.lab.run_records import COMPLETE
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.glue import NAMES
 from wellcond.lab.train.compare import check_settings, plan_comparison
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunError, RunFolder
-from wellcond.run_records import COMPLETE
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss, pad
 from torch.nn.utils.rnn import pad_sequence
 
-from wellcond.attention.distributed import unwrap
+from wellcond.attention.sharding import unwrap
 from wellcond.lab.data.base import Dataset, report_progress
 from wellcond.lab.data.text import text_columns
 from wellcond.lab.report.records import Metric

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import is_sharded, unwrap
 from wellcond.attention.effective import is_conditioned
+from wellcond.attention.sharding import is_sharded, unwrap
 from wellcond.conditioning.apply import folded
 from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.text import TokenStream, open_token_stream

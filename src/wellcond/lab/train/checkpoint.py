@@ -25,11 +25,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import box_of, is_distributed, like, local_part, unwrap
+from wellcond.attention.sharding import box_of, is_distributed, like, local_part, unwrap
 from wellcond.files import to_json, write_atomically
+from wellcond.lab.run_records import find_change, seal
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run_folder import RunError, RunFolder, writing
-from wellcond.run_records import find_change, seal
 
 NAME = re.compile(r"step-(\d{8,})")
 OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}\.partial")

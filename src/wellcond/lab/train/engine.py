@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import is_sharded, reshard_, unwrap, whole
 from wellcond.attention.find import find_attention
+from wellcond.attention.sharding import is_sharded, reshard_, unwrap, whole
 from wellcond.attention.site import AttentionSite
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive, seed_device

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import reshard_, unwrap
 from wellcond.attention.find import find_attention
+from wellcond.attention.sharding import reshard_, unwrap
 from wellcond.integrations.watch import Summaries, summarise
 from wellcond.jacobian.select import show_seconds
 from wellcond.lab.recipe import Recipe
@@ -21,7 +21,7 @@ from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Samples, evaluating
 from wellcond.lab.train.batches import evaluation_parts, fetch_batches
 from wellcond.lab.train.checkpoint import model_tensors
-from wellcond.tracking import ConditionTracker, TrackPoint
+from wellcond.measurement.tracker import ConditionTracker, TrackPoint
 
 
 class WeightAverage:

@@ -19,7 +19,7 @@ from torch import Tensor
 from wellcond.lab.data.base import Data, DataError, SourceConfig, draw_subset, listed, register_source
 from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, read_image, to_channels
-from wellcond.run_lengths import read_counts
+from wellcond.lab.run_lengths import read_counts
 
 SMALLEST_SIDE = 1.0  # of a box that is trained on, in pixels
 Segmentation = list[list[float]] | dict[str, Any]

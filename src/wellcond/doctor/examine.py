@@ -1,0 +1,308 @@
+"""What one forward pass shows of every attention layer: tokens, logits, maps, weights, what it adds to the stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.attention.effective import conditioning_of
+from wellcond.attention.record import SiteCall, first_tensor
+from wellcond.attention.sharding import whole
+from wellcond.attention.signals import BlockSignals, Signals, read_signals, root_mean_square
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.conditioning.methods import per_projection
+from wellcond.doctor.finite import find_not_finite, watch_finite
+from wellcond.doctor.records import LayerFacts, NotFinite, TokenFacts
+from wellcond.doctor.thresholds import THRESHOLDS
+from wellcond.init.tokens import embedding_layers, embedding_spread, position_tables
+from wellcond.jacobian.diagnosis import map_statistics
+from wellcond.linalg.spectrum import spectrum
+
+MASK = -9e3
+"""Logits below are masked: libraries add -1e4, -1e9, the least number of the type, or minus infinity."""
+MOST_TOKENS, MOST_SAMPLES = 256, 2
+"""Of which the condition number of the tokens is computed; it costs their cube."""
+SINGLE_PRECISION = 1e-6
+"""Singular values below this, relative to the largest, are rounding of float32 tokens."""
+PROBES = 8
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What one forward pass showed."""
+
+    layers: tuple[LayerFacts, ...]
+    tokens: TokenFacts
+    not_finite: NotFinite | None
+
+
+def examine(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) -> Examined:
+    """Run the model once, in evaluation mode and without gradients; describe every attention layer and the tokens."""
+    seen: dict[str, dict[str, Any]] = {}
+
+    def observe(site: AttentionSite, call: SiteCall) -> None:
+        seen[site.name] = _of_tokens(site, call) | _of_map(site, call)
+
+    layers = embedding_layers(model)
+    with watch_finite(model) as watch:
+        signals = read_signals(model, batch, sites, outputs=[name for name, _ in layers], observe=observe)
+    correction = conditioning_of(model)
+    facts = []
+    for site in sites:
+        fields = _of_weights(site) | seen.get(site.name, {}) | _of_block(site, signals)
+        if len(fields.get("collapsed_heads", ())) == site.num_heads:
+            fields["logit_spread"] = None  # all keys but one look as if they were masked
+        fields |= _not_seen(site, signals, seen.get(site.name))
+        fields["saturation"] = _saturation(site, correction, fields.get("num_tokens"))
+        facts.append(
+            LayerFacts(
+                name=site.name,
+                kind=site.kind,
+                num_heads=site.num_heads,
+                num_kv_heads=site.num_kv_heads,
+                head_dim=site.head_dim,
+                width=site.in_features,
+                qk_norm=site.qk_norm is not None or site.kind == "cross_covariance",
+                **fields,
+            )
+        )
+    return Examined(tuple(facts), _of_embeddings(model, layers, signals), find_not_finite(model, watch))
+
+
+def is_fresh(model: nn.Module) -> bool | None:
+    """Whether no norm was trained: all entries of its gain are equal, and those of its bias.
+
+    None where norms do not show it: none has parameters (OLMo 1, nanochat), or they could not have changed, because
+    they are frozen, or gains of 16 bits, near which small updates round to nothing.
+    """
+    known = None
+    for module in model.modules():
+        if "norm" in type(module).__name__.lower():
+            for parameter in module.parameters(recurse=False):
+                values = whole(parameter).detach().flatten()
+                if values.numel() < 2:
+                    continue
+                if not bool((values == values[0]).all()):
+                    return False
+                coarse = values.dtype in (torch.float16, torch.bfloat16) and float(values[0]) != 0.0
+                if parameter.requires_grad and not coarse:
+                    known = True
+    return known
+
+
+def _not_seen(site: AttentionSite, signals: Signals, seen: dict[str, Any] | None) -> dict[str, Any]:
+    """What the pass did not show of a layer, and why."""
+    if site.name in signals.not_called:
+        return {"called": False, "not_seen": ("not called on this batch",)}
+    if site.name in signals.not_seen:
+        reason = f"logits and attention map: {signals.not_seen[site.name]}"
+        return {"not_seen": (reason,), "logits_hidden": True}
+    if seen is None:
+        return {"not_seen": ("logits and attention map: it runs inside another attention layer",)}
+    if site.kind == "softmax" and "collapsed_heads" not in seen:
+        return {"not_seen": ("dead heads: the heads of its attention map could not be separated",)}
+    return {}
+
+
+# Tokens
+
+
+def _of_tokens(site: AttentionSite, call: SiteCall) -> dict[str, Any]:
+    tokens = call.inputs.get("query")
+    tokens = first_tensor((*call.args, *call.kwargs.values())) if tokens is None else tokens
+    if tokens is None:
+        return {}
+    output = first_tensor(call.output)
+    finite = bool(torch.isfinite(tokens).all()) and (output is None or bool(torch.isfinite(output).all()))
+    rows = as_samples(tokens, site)
+    if rows is None:
+        return {"finite": finite}
+    kappas = [_kappa(sample) for sample in rows[:MOST_SAMPLES, :MOST_TOKENS]] if finite else []
+    known = [math.log(kappa) for kappa in kappas if kappa is not None]
+    kappa = math.exp(sum(known) / len(known)) if known else None
+    return {"finite": finite, "num_tokens": rows.shape[1], "kappa_tokens": kappa}
+
+
+def as_samples(tokens: Tensor, site: AttentionSite) -> Tensor | None:
+    """Tokens as (samples or windows, tokens, width); None where it cannot be told."""
+    width = site.in_features
+    if tokens.dim() == 4 and tokens.shape[1] == width and tokens.shape[-1] != width:
+        return tokens.flatten(2).mT  # channels first, before a 1 x 1 convolution
+    if tokens.shape[-1] != width or tokens.dim() < 2:
+        return None
+    if tokens.dim() == 2:
+        return tokens[None]
+    if tokens.dim() == 3:
+        return tokens if getattr(site.module, "batch_first", True) else tokens.transpose(0, 1)
+    return tokens.flatten(1, -2)
+
+
+def _kappa(sample: Tensor) -> float | None:
+    """Over distinct tokens: without positions in them, the same word gives the same token twice."""
+    distinct = torch.unique(sample.detach().float().cpu(), dim=0)
+    found = spectrum(distinct, rtol=SINGLE_PRECISION).pseudo_condition_number if len(distinct) > 1 else math.nan
+    return found if math.isfinite(found) else None
+
+
+def _of_embeddings(model: nn.Module, layers: list[tuple[str, nn.Module]], signals: Signals) -> TokenFacts:
+    spreads = [embedding_spread(signals.outputs[name], layer) for name, layer in layers if name in signals.outputs]
+    if not spreads:
+        return TokenFacts()
+    spread = math.sqrt(math.fsum(one * one for one in spreads))
+    tables = dict(position_tables(model))
+    size = math.sqrt(math.fsum(root_mean_square(whole(table)) ** 2 for table in tables.values()))
+    first = layers[0][1]
+    return TokenFacts(
+        kind="words" if isinstance(first, nn.Embedding) else "patches",
+        embeddings=tuple(name for name, _ in layers),
+        spread=spread,
+        length=spread * math.sqrt(first.embedding_dim) if isinstance(first, nn.Embedding) else None,
+        positions=tuple(tables),
+        position_ratio=size / spread if tables and spread > 0 else None,
+    )
+
+
+# Attention maps
+
+
+def _of_map(site: AttentionSite, call: SiteCall) -> dict[str, Any]:
+    """Of the first softmax, where that is one over tokens."""
+    if site.kind != "softmax" or not call.softmaxes:
+        return {}
+    pair = [_by_head(tensor.float(), site.num_heads) for tensor in call.softmaxes[0]]
+    logits, p = pair
+    if logits is None or p is None:
+        return {}
+    visible = logits > MASK
+    count = visible.sum(-1)
+    several = count > 1
+    square = p.shape[-1] == p.shape[-2] and not site.cross
+    own = p.diagonal(dim1=-2, dim2=-1) if square else None
+    statistics = map_statistics(p, count.to(p), own)
+    largest = torch.where(count > 0, logits.amax(-1), 0.0).abs().amax()
+    above = p.triu(1).amax() if square and p.shape[-1] > 1 else torch.tensor(math.nan)
+    return {
+        "largest_logit": float(largest),
+        "entropy": _defined(statistics.normalised_entropy),
+        "diagonal_mass": _defined(statistics.diagonal_mass),
+        "causal": bool(above == 0) if square and p.shape[-1] > 1 else None,
+        "collapsed_heads": _collapsed(p, several),
+    }
+
+
+def _by_head(tensor: Tensor, num_heads: int) -> Tensor | None:
+    """As (samples, heads, queries, keys); None if heads cannot be told."""
+    if tensor.dim() == 3 and tensor.shape[0] % num_heads == 0:
+        return tensor.view(-1, num_heads, *tensor.shape[1:])
+    if tensor.dim() == 5 and tensor.shape[1] * tensor.shape[2] == num_heads:
+        return tensor.flatten(1, 2)
+    return tensor if tensor.dim() == 4 and tensor.shape[1] == num_heads else None
+
+
+def _collapsed(p: Tensor, several: Tensor) -> tuple[int, ...]:
+    counted = several.sum((0, 2))
+    mass = (p.amax(-1) * several).sum((0, 2)) / counted.clamp_min(1)
+    return tuple(((mass >= THRESHOLDS["dead-heads"].value) & (counted > 0)).nonzero().flatten().tolist())
+
+
+def _defined(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+# Weights
+
+
+def _of_weights(site: AttentionSite) -> dict[str, Any]:
+    with torch.no_grad():
+        heads = {role: slot.read().detach().float().cpu() for role, slot in site.slots.items()}
+    q, k, v = (heads[site.roles[role]] for role in ("query", "key", "value"))
+    fields: dict[str, Any] = {
+        f"scale_{role}": root_mean_square(weights) * math.sqrt(_fan_in(site.slots[role]))
+        for role, weights in heads.items()
+    }
+    return fields | {
+        "causal": site.causal,
+        "zero_heads": _zero(q, k, v, heads.get("o")),
+        "duplicate_heads": _duplicates(q, k, v) if k.shape[2] == q.shape[2] else (),
+        "shared_values": _share_values(v),
+    }
+
+
+def _fan_in(slot: Slot) -> int:
+    return slot.rows.numel() if slot.heads_on_input else slot.in_features
+
+
+def _zero(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None) -> tuple[int, ...]:
+    """Query heads of which both factors of a product are zero."""
+    group_k, group_v = q.shape[0] // k.shape[0], q.shape[0] // v.shape[0]
+    no_q, no_k, no_v = (~heads.flatten(1).any(1) for heads in (q, k, v))
+    zero = no_q & no_k.repeat_interleave(group_k)
+    if o is not None and o.shape[0] == q.shape[0]:
+        zero |= no_v.repeat_interleave(group_v) & ~o.flatten(1).any(1)
+    return tuple(zero.nonzero().flatten().tolist())
+
+
+def _duplicates(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, int], ...]:
+    """Pairs with the same W_Q^T W_K, whatever its factors, and the same W_V: compared on random vectors."""
+    probes = torch.randn(PROBES, q.shape[2], generator=torch.Generator().manual_seed(0))
+    keys = (k @ probes.T).repeat_interleave(q.shape[0] // k.shape[0], 0)
+    values = (v @ probes[:, : v.shape[2]].T).repeat_interleave(q.shape[0] // v.shape[0], 0)
+    alike = torch.minimum(_cosines(q.mT @ keys), _cosines(values)).triu(1)
+    first, second = (alike > THRESHOLDS["duplicate-heads"].value).nonzero(as_tuple=True)
+    return tuple(zip(first.tolist(), second.tolist(), strict=True))
+
+
+def _cosines(heads: Tensor) -> Tensor:
+    """Between all heads; zero for a zero one."""
+    flat = nn.functional.normalize(heads.flatten(1), dim=1)
+    return flat @ flat.T
+
+
+def _share_values(v: Tensor) -> bool:
+    """Whether the rows of all heads lie in the span of those of the first."""
+    heads, rows, columns = v.shape
+    if heads < 2 or rows >= columns or not bool(v.flatten(1).any(1).all()):
+        return False
+    basis = torch.linalg.qr(v[0].mT).Q  # (columns, rows)
+    outside = (v - (v @ basis) @ basis.mT).flatten(1).norm(dim=1) / v.flatten(1).norm(dim=1)
+    return float(outside.max()) <= THRESHOLDS["shared-values"].value
+
+
+# Blocks and corrections
+
+
+def _of_block(site: AttentionSite, signals: Signals) -> dict[str, Any]:
+    spread = signals.spreads.get(site.name)
+    fields: dict[str, Any] = {"logit_spread": None if spread is None else _defined(float(spread.mean()))}
+    block = next((block for block in signals.blocks if site in block.sites), None)
+    return fields if block is None else fields | _shares(site, block)
+
+
+def _shares(site: AttentionSite, block: BlockSignals) -> dict[str, Any]:
+    fields: dict[str, Any] = {"scales_itself": block.scales_itself}
+    if block.stream:
+        added = block.attention.get(site.name)
+        fields["attention_share"] = None if added is None else _defined(added / block.stream)
+        fields["mlp_share"] = None if block.mlp_added is None else _defined(block.mlp_added / block.stream)
+    return fields
+
+
+def _saturation(site: AttentionSite, correction: dict[str, Any] | None, num_tokens: int | None) -> float | None:
+    """How far lam I on Q and K raises a token's own logit, s lam_q lam_k d, relative to ln N + 5."""
+    if correction is None or correction.get("method") != "identity" or num_tokens is None or site.scale is None:
+        return None
+    if (
+        site.kind != "softmax"
+        or site.qk_norm is not None
+        or site.cross
+        or not (site.q.is_corrected and site.k.is_corrected)
+    ):
+        return None
+    lams = per_projection(correction["lam"])
+    gap = site.scale * lams["q"] * lams["k"] * min(site.head_dim, site.in_features)
+    return _defined(gap / (math.log(num_tokens) + 5))

@@ -1,0 +1,1 @@
+"""Measuring: condition numbers of weights and Jacobians, once or along a run."""

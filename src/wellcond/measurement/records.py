@@ -1,0 +1,357 @@
+"""What `measure` reports: frozen records of heads, layers and models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from wellcond.errors import WellcondError
+from wellcond.files import json_ready
+from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
+from wellcond.jacobian.layer import union_condition_number
+from wellcond.linalg.records import Convention, JacobianSpectrum, Spectrum, restore, show_kappas
+from wellcond.measurement.frames import make_frame
+from wellcond.measurement.plot import HeadMark, plot_heads
+
+SCHEMA = 1
+JACOBIAN_COLUMNS = ("sigma_max", "sigma_min", "sigma_rank", "rank", "nullity", "method")
+Kappa = Literal["strict", "pseudo"]
+Combine = Literal["mean", "stack"]
+Grouped = Literal["joint", "each"]
+
+
+# What a measurement may end in when numbers are NaN, infinite or too large to be squared.
+NUMERICAL = (WellcondError, ArithmeticError, torch.linalg.LinAlgError)
+
+
+class ReportError(WellcondError, ValueError):
+    """A file that is no report of a measurement, or of another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadReport:
+    """One key/value head with its query heads, or one query head with its key/value head.
+
+    Without a Jacobian, weights and attention map only.
+    """
+
+    index: int
+    """Of the key/value head; of the query head, where each was measured by itself."""
+    query_heads: tuple[int, ...]
+    weights: dict[str, Spectrum]
+    """Worst query head of ``q``; ``k``; ``v``; of the effective weights."""
+    raw_weights: dict[str, Spectrum]
+    """The same of the stored weights, without corrections: equal to `weights` in a plain model."""
+    how: str
+    jacobian: JacobianSpectrum | None = None
+    """Of the first sample, or of all samples stacked; None if it was not asked for."""
+    samples: tuple[float, ...] = ()
+    """The condition number asked for, sample by sample."""
+    both_samples: dict[Kappa, tuple[float, ...]] = field(default_factory=lambda: {"strict": (), "pseudo": ()})
+    """Both condition numbers, sample by sample."""
+    attention: AttentionStatistics | None = None
+    """Of the first sample, or of all samples stacked; None of channel attention, and where no softmax was seen. Where
+    the head is not plain and there is no Jacobian, it is of the softmax that the model itself computed. Of Nystrom
+    attention it is of the softmax that is approximated, on at most 256 tokens."""
+    approximation_error: float | None = None
+    """Of Nystrom attention: |Phat - P| / |P| in the Frobenius norm, with P that softmax."""
+    diagnosis: HeadDiagnosis | None = None
+    """Likewise; None also without a Jacobian."""
+    dead: bool = False
+    """Attention has collapsed; without a Jacobian, only where the attention map alone proves it."""
+    papers_bound_log10: float | None = None
+    """The papers' surrogate, which is not a bound; None where it is not defined."""
+    bound_log10: float | None = None
+    """A bound on the Jacobian's condition number, strict for wide, pseudo for stack; None where none is known."""
+
+    def __repr__(self) -> str:
+        """One line."""
+        if self.jacobian is None:
+            return f"HeadReport(head {self.index}, {self.how})"
+        kappas = show_kappas(self.mean_kappa(), self.mean_kappa("pseudo"))
+        return f"HeadReport(head {self.index}, {kappas}, {self.status}, {self.verdict})"
+
+    def mean_kappa(self, kind: Kappa | None = None) -> float:
+        """Geometric mean over samples; infinite if any is, NaN if one is not known. Of the kind asked for if None."""
+        samples = self.samples if kind is None else self.both_samples[kind]
+        if not samples or any(math.isnan(s) for s in samples):
+            return math.nan
+        if math.inf in samples:
+            return math.inf
+        if len(samples) == 1:
+            return samples[0]
+        return math.exp(sum(math.log(s) for s in samples) / len(samples))
+
+    def spread(self) -> float:
+        """Geometric standard deviation over samples; 1 for one sample, NaN if one is not finite or there is none."""
+        if not self.samples or not all(math.isfinite(s) for s in self.samples):
+            return math.nan
+        logs = [math.log(s) for s in self.samples]
+        if len(logs) < 2:
+            return 1.0
+        mean = sum(logs) / len(logs)
+        return math.exp(math.sqrt(sum((x - mean) ** 2 for x in logs) / (len(logs) - 1)))
+
+    @property
+    def why_not_finite(self) -> str:
+        """Why the condition number asked for is infinite or not defined; empty where it is finite or not measured."""
+        if self.jacobian is None or math.isfinite(self.mean_kappa()):
+            return ""
+        count = sum(not math.isfinite(kappa) for kappa in self.samples)
+        some = f"{count} of {len(self.samples)} samples" if len(self.samples) > 1 else ""
+        own = self.jacobian.why_not_finite
+        return f"{own} ({some})" if own and some else own or f"not finite in {some}"
+
+    def show_pseudo(self) -> str:
+        """The condition number over the non-zero spectrum; where that is not known, its certified lower bound."""
+        mean = self.mean_kappa("pseudo")
+        if math.isfinite(mean) or self.jacobian is None:
+            return "-" if math.isnan(mean) else f"{mean:.4g}"
+        sure = self.jacobian.smallest_kappa
+        return f">={sure:.3g}" if math.isfinite(sure) else "-"
+
+    @property
+    def verdict(self) -> str:
+        """What dominates; ``unknown`` of channel, Nystrom and generic forms, and without a Jacobian."""
+        return "unknown" if self.diagnosis is None else self.diagnosis.verdict
+
+    @property
+    def status(self) -> str:
+        """How the Jacobian is known; ``not measured`` without one."""
+        return "not measured" if self.jacobian is None else self.jacobian.status
+
+
+@dataclass(frozen=True)
+class FailedHead:
+    """A head that was asked for and could not be measured."""
+
+    index: int
+    """As of a `HeadReport`."""
+    problem: str
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One attention."""
+
+    name: str
+    kind: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_tokens: int
+    heads: tuple[HeadReport, ...]
+    problem: str = ""
+    """Why no head could be measured; empty otherwise."""
+    with_output: JacobianSpectrum | None = None
+    """Of the layer's output through W_O, if asked for (`output=True`) and every head is plain; of the first sample, or
+    of all samples stacked."""
+    output_samples: dict[Kappa, tuple[float, ...]] = field(default_factory=lambda: {"strict": (), "pseudo": ()})
+    """Both condition numbers of `with_output`, sample by sample."""
+    output_problem: str = ""
+    """Why `with_output` could not be measured; empty otherwise."""
+    failed: tuple[FailedHead, ...] = ()
+    """The heads that could not be measured, each with the reason; the others are in `heads`."""
+
+    def why_not_measured(self, head: int) -> str:
+        """Why a head is not among `heads`; empty if it is, or was not asked for."""
+        return next((failed.problem for failed in self.failed if failed.index == head), self.problem)
+
+    @property
+    def own_problems(self) -> tuple[FailedHead, ...]:
+        """Failed heads whose reason is not already `problem`."""
+        return tuple(failed for failed in self.failed if failed.problem != self.problem)
+
+    def __repr__(self) -> str:
+        """One line."""
+        grouped = f" ({self.num_kv_heads} of keys and values)" if self.num_kv_heads != self.num_heads else ""
+        sizes = f"{self.num_heads} heads{grouped} x {self.head_dim}, {self.num_tokens} tokens"
+        found = f"not measured: {self.problem}" if self.problem else _range_of(self.heads)
+        found += f", {len(self.failed)} not measured" if self.failed and self.heads else ""
+        return f"LayerReport({self.name!r}, {sizes}, {found})"
+
+    def kappa(self, kind: Kappa = "strict") -> float:
+        """Condition number of the whole layer without W_O: heads have parameters of their own, so spectra unite.
+
+        NaN unless the Jacobian of every key/value head was measured; infinite as soon as that of one is. Query heads
+        that share keys share parameters: measured one by one, they do not tell.
+        """
+        group = self.num_heads // self.num_kv_heads
+        whole = [head for head in self.heads if len(head.query_heads) == group]
+        known = {head.index: head.jacobian for head in whole if head.jacobian is not None}
+        kappa = union_condition_number(list(known.values()), kind) if known else math.nan
+        return kappa if len(known) == self.num_kv_heads or kappa == math.inf else math.nan
+
+
+@dataclass(frozen=True)
+class MeasurementReport:
+    """What `measure` found. Effective weights throughout: corrections of `condition_` are included."""
+
+    layers: tuple[LayerReport, ...]
+    convention: Convention
+    kappa: Kappa
+    combine: Combine
+    conditioning: dict[str, Any] | None
+    schema: int = SCHEMA
+    run: dict[str, str] = field(default_factory=dict)
+    """What was measured, in words: ``model``, ``input`` and the ``version`` of wellcond."""
+
+    def __repr__(self) -> str:
+        """One line."""
+        heads = [head for layer in self.layers for head in layer.heads]
+        failed = sum(len(layer.failed) for layer in self.layers)
+        counts = f"{len(heads)} heads of {len(self.layers)} attentions"
+        counts += f", {failed} heads not measured" if failed else ""
+        of = f"{self.run['model']}; " if "model" in self.run else ""
+        return f"MeasurementReport({of}{counts}, {self.convention} Jacobian, {self.kappa}, {_range_of(heads)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, both condition numbers of every head included."""
+        data = dataclasses.asdict(self)
+        for layer, plain in zip(self.layers, data["layers"], strict=True):
+            plain["with_output"] = None if layer.with_output is None else layer.with_output.to_dict()
+            for head, row in zip(layer.heads, plain["heads"], strict=True):
+                row["jacobian"] = None if head.jacobian is None else head.jacobian.to_dict()
+                row["weights"] = {role: s.to_dict() for role, s in head.weights.items()}
+                row["raw_weights"] = {role: s.to_dict() for role, s in head.raw_weights.items()}
+                row["mean_kappa"], row["spread"] = head.mean_kappa(), head.spread()
+                row["mean_pseudo_kappa"], row["why_not_finite"] = head.mean_kappa("pseudo"), head.why_not_finite
+                row["verdict"] = head.verdict
+        return data
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """`to_dict` as JSON; infinities and NaN as text, since JSON has none."""
+        return json.dumps(json_ready(self.to_dict()), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> MeasurementReport:
+        """The report that `to_json` wrote.
+
+        Raises: ReportError for anything else.
+        """
+        try:
+            data = json.loads(text)
+            if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+                raise ValueError(f"expected a report of schema {SCHEMA}")
+            return restore(cls, data)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ReportError(f"not a report of wellcond.measure: {error}; measure again") from error
+
+    def to_table(self) -> str:
+        """One line per head, in plain text; where some condition number is infinite, why, and the pseudo one beside."""
+        heads = [head for layer in self.layers for head in layer.heads]
+        explained = any(head.why_not_finite for head in heads)
+        width = max(12, *(len(head.status) for head in heads)) if heads else 12
+        pseudo = f" {'pseudo':>10}" if explained else ""
+        why = f"{'verdict':10} why not finite" if explained else "verdict"
+        lines = [f"{'layer':28} head {'kappa(J)':>10}{pseudo} {'status':>{width}} {'|J_Q|':>9} {'|J_K|':>9} "
+                 f"{'|J_V|':>9} {'entropy':>8} {'diagonal':>8}  {why}"]  # fmt: skip
+        for layer in self.layers:
+            if layer.problem:
+                lines.append(f"{layer.name:28} not measured: {layer.problem}")
+            if layer.output_problem:
+                lines.append(f"{layer.name:28} not measured through W_O: {layer.output_problem}")
+            for head in layer.heads:
+                d, seen = head.diagnosis, head.attention
+                norms = " ".join(f"{x:9.3g}" for x in ((d.norm_q, d.norm_k, d.norm_v) if d else (math.nan,) * 3))
+                mass = " ".join(f"{x:8.4f}" for x in ((seen.entropy, seen.diagonal_mass) if seen else (math.nan,) * 2))
+                pseudo = f" {head.show_pseudo():>10}" if explained else ""
+                why = f"{head.verdict:10} {head.why_not_finite}" if explained else head.verdict
+                lines.append(
+                    f"{layer.name:28} {head.index:4} {head.mean_kappa():10.4g}{pseudo} {head.status:>{width}} {norms} "
+                    f"{mass}  {why}".rstrip()
+                )
+            lines += [f"{layer.name:28} {one.index:4} not measured: {one.problem}" for one in layer.own_problems]
+        return "\n".join(lines)
+
+    def to_html(self) -> str:
+        """One self-contained page, without scripts: heads, weights, spectra, and what to be careful about.
+
+        Raises: ValueError without Jacobians; MissingExtraError if jinja2 is not installed.
+        """
+        from wellcond.pages.measurement import render_measurement
+
+        return render_measurement(self.to_dict())
+
+    def to_frame(self) -> Any:
+        """One row per head as a `pandas.DataFrame`, names as in `TrackPoint`; `attrs` say what was measured and how.
+
+        A number that was not measured or is not defined is NaN. A layer or a head that was not measured has a row
+        with the reason.
+
+        Raises: MissingExtraError if pandas is not installed.
+        """
+        rows = [
+            {"layer": layer.name, "kind": layer.kind, "num_tokens": layer.num_tokens} | found
+            for layer in self.layers
+            for found in [*map(_columns, layer.heads), *_problem_rows(layer)]
+        ]
+        how = {"convention": self.convention, "kappa": self.kappa, "combine": self.combine}
+        return make_frame(rows, how | self.run)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Condition number of every head, layer by layer; returns the matplotlib `Axes`.
+
+        Where the strict one is infinite, the one over the non-zero spectrum is drawn, as a ring.
+
+        Args:
+            ax: where to draw; a new figure by default.
+
+        Raises: MissingExtraError if matplotlib is not installed.
+        """
+        marks = [
+            HeadMark(layer.name or "(model)", head.mean_kappa(), head.mean_kappa("pseudo"), head.dead)
+            for layer in self.layers
+            for head in layer.heads
+        ]
+        return plot_heads(marks, kind=self.kappa, title=self.run.get("model", ""), ax=ax)
+
+
+def _range_of(heads: Sequence[HeadReport]) -> str:
+    """Condition numbers of some heads, from the smallest to the largest."""
+    kappas = [head.mean_kappa() for head in heads if head.jacobian is not None]
+    finite = [kappa for kappa in kappas if math.isfinite(kappa)]
+    rest = f", {len(kappas) - len(finite)} not finite" if len(finite) < len(kappas) else ""
+    if not finite:
+        return f"kappa of {len(kappas)} heads not finite" if kappas else "no kappa measured"
+    ends = f"{min(finite):.4g} to {max(finite):.4g}" if len(finite) > 1 else f"{finite[0]:.4g}"
+    return f"kappa {ends}{rest}"
+
+
+def _problem_rows(layer: LayerReport) -> list[dict[str, Any]]:
+    """Rows of a frame about what was not measured: of each failed head, or of a layer as a whole."""
+    if layer.problem and not layer.failed:
+        return [{"problem": layer.problem}]
+    return [{"head": failed.index, "problem": failed.problem} for failed in layer.failed]
+
+
+def _columns(head: HeadReport) -> dict[str, Any]:
+    """The row of one head in a frame."""
+    jacobian, diagnosis, attention = head.jacobian, head.diagnosis, head.attention
+    row: dict[str, Any] = {
+        "head": head.index,
+        "kappa": head.mean_kappa(),
+        "condition_number": head.mean_kappa("strict"),
+        "pseudo_condition_number": head.mean_kappa("pseudo"),
+        "why_not_finite": head.why_not_finite,
+        "status": head.status,
+        "verdict": head.verdict,
+        "dead": head.dead,
+    }
+    row |= {name: None if jacobian is None else getattr(jacobian, name) for name in JACOBIAN_COLUMNS}
+    row |= {f"norm_{role}": _number(getattr(diagnosis, f"norm_{role}", None)) for role in "qkv"}
+    row |= dataclasses.asdict(attention) if attention is not None else {}
+    for prefix, weights in (("", head.weights), ("raw_", head.raw_weights)):
+        row |= {f"{prefix}kappa_{role}": found.condition_number for role, found in weights.items()}
+    row |= {name: _number(getattr(head, name)) for name in ("bound_log10", "papers_bound_log10")}
+    return row | {"how": head.how, "problem": ""}
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

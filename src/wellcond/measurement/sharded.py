@@ -1,0 +1,145 @@
+"""`measure` where the weights of a model are sharded over ranks (FSDP2, tensor parallelism).
+
+Every process runs the model on the batch, because that is how FSDP2 and tensor parallelism work. Then one attention
+after the other is gathered into a plain module, and the first process measures that on what it was called with. So a
+process needs room for one whole attention, never for a whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.attention.effective import class_without_conditioning, corrections_of
+from wellcond.attention.plain_copy import plain_class, plain_copy
+from wellcond.attention.record import Arguments, copy_argument, run, undisturbed
+from wellcond.attention.sharding import is_distributed, reshard_, whole
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.conditioning.attach import conditioned_class
+from wellcond.errors import UnsupportedLayoutError, WellcondError
+from wellcond.measurement.records import NUMERICAL, LayerReport
+
+# Under these names attention modules keep the number of heads that their forward pass splits into.
+HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "heads", "n_head")
+
+
+def measure_sharded(
+    model: nn.Module,
+    batch: Any,
+    sites: Sequence[AttentionSite],
+    measure_whole: Callable[[AttentionSite, Arguments], LayerReport],
+) -> list[LayerReport]:
+    """What `measure_whole` says of each site in a plain copy and of what it was called with.
+
+    Every process must call it, and gets what the first one found.
+
+    Raises: WellcondError on every process, if something went wrong on the first or not one head could be measured.
+    """
+    calls = _record_calls(model, batch, sites)
+    rows: list[LayerReport] = []
+    problem: str | None = None
+    for site, call in zip(sites, calls, strict=True):
+        _check_head_count(site)
+        copied = _plain_site(site)
+        if torch.distributed.get_rank() != 0 or problem is not None:
+            continue
+        try:
+            if call is None:
+                raise WellcondError("the forward pass on this batch does not call it")
+            rows.append(replace(measure_whole(copied, call), name=site.name))
+        except NUMERICAL as error:
+            rows.append(_not_measured(site, str(error).splitlines()[0]))
+        except Exception as error:  # the others wait: they have to hear of anything
+            problem = f"{site.name}: {type(error).__name__}: {error}"
+    rows, problem = decided_by_first((rows, problem))
+    if problem is None and all(row.problem for row in rows):
+        problem = f"no head could be measured: {rows[0].name}: {rows[0].problem}"
+    if problem is not None:
+        raise WellcondError(problem)
+    return rows
+
+
+def decided_by_first(value: Any) -> Any:
+    """What the first process has, on every process."""
+    holder = [value]
+    torch.distributed.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def _record_calls(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) -> list[Arguments | None]:
+    """Run the model once; the arguments of each site's first call, whole and on the CPU."""
+    calls: list[Arguments | None] = [None] * len(sites)
+
+    def keep(index: int) -> Any:
+        stored = sites[index].q.parameter.dtype
+
+        def on_cpu(tensor: Tensor) -> Tensor:
+            # FSDP2 may compute in another precision than it stores, which is the one that is measured.
+            dtype = stored if tensor.is_floating_point() else tensor.dtype
+            return whole(tensor).to("cpu", dtype, copy=True)
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if calls[index] is None:
+                memo: dict[int, Any] = {}
+                calls[index] = Arguments(copy_argument(args, memo, on_cpu), copy_argument(kwargs, memo, on_cpu))
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        for index, site in enumerate(sites):
+            handle = site.module.register_forward_pre_hook(keep(index), with_kwargs=True)
+            stack.callback(handle.remove)
+        with undisturbed(model):
+            run(model, batch)
+    # Without a backward pass FSDP2 may keep whole weights, which the next update would leave behind.
+    reshard_(model)
+    return calls
+
+
+def _plain_site(site: AttentionSite) -> AttentionSite:
+    """The same attention in a plain copy of its module, its correction included."""
+    copied = plain_copy(site.module, class_of=_plain_or_conditioned_class)
+    counterparts = dict(zip(site.module.modules(), copied.modules(), strict=True))
+
+    def moved(slot: Slot) -> Slot:
+        owner = counterparts.get(slot.owner)
+        if owner is None:
+            raise UnsupportedLayoutError(
+                site.name,
+                f"its {type(slot.owner).__name__} is no part of the module, which cannot be measured by itself.",
+                class_name=type(site.module).__name__,
+            )
+        bias_owner = None if slot.bias_owner is None else counterparts.get(slot.bias_owner)
+        return replace(slot, owner=owner, bias_owner=bias_owner)
+
+    output = moved(site.o) if site.o is not None and site.o.owner in counterparts else None
+    return replace(site, module=copied, q=moved(site.q), k=moved(site.k), v=moved(site.v), o=output)
+
+
+def _plain_or_conditioned_class(module: nn.Module) -> type[nn.Module]:
+    plain, names = plain_class(module), tuple(sorted(corrections_of(module)))
+    return conditioned_class(class_without_conditioning(plain), names) if names else plain
+
+
+def _not_measured(site: AttentionSite, problem: str) -> LayerReport:
+    return LayerReport(site.name, site.kind, site.num_heads, site.num_kv_heads, site.head_dim, 0, (), problem)
+
+
+def _check_head_count(site: AttentionSite) -> None:
+    """Refuse a module that was told to split into its own process's heads: with whole weights it computes nonsense."""
+    if not is_distributed(site.q.parameter):
+        return
+    counts = {name: getattr(site.module, name, site.num_heads) for name in HEAD_COUNTS}
+    for name, count in counts.items():
+        if isinstance(count, int) and count not in (site.num_heads, site.num_kv_heads):
+            raise UnsupportedLayoutError(
+                site.name,
+                f"it says {name}={count} while its weights hold {site.num_heads} heads (changed for tensor "
+                "parallelism?); it cannot be measured with whole weights.",
+                class_name=type(site.module).__name__,
+            )

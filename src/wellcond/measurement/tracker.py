@@ -1,0 +1,400 @@
+"""`ConditionTracker`: conditioning during training, measured within a budget and without changing the training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from wellcond.attention.checks import Chosen, choose_sites
+from wellcond.attention.find import find_attention
+from wellcond.attention.sharding import any_distributed, reshard_, unwrap
+from wellcond.errors import WellcondError
+from wellcond.jacobian.select import show_seconds
+from wellcond.linalg.records import Convention
+from wellcond.measurement.budget import (
+    Allowance,
+    Heads,
+    Steps,
+    Together,
+    TrackingOptions,
+    Turns,
+    is_due,
+    is_regular,
+    say_slow,
+)
+from wellcond.measurement.facts import run_facts
+from wellcond.measurement.frames import make_frame
+from wellcond.measurement.measure import NUMERICAL, Admit, HeadReport, Kappa, MeasurementReport, measure
+from wellcond.measurement.plot import curves_of, plot_curves
+from wellcond.measurement.points import TrackPoint, failed_numbers, numbers_of, without_jacobian
+from wellcond.measurement.sharded import decided_by_first
+
+
+class ConditionTracker:
+    """Records condition numbers of weights and Jacobians while a model trains, within a budget.
+
+    The training is not changed: no gradient, random number, buffer or flag is touched, and losses are the same bit for
+    bit. A point has weights (condition numbers, scales) and attention map (entropy, spread of the logits) of every head
+    that is measured, by default the first of each layer. Jacobians cost more: they are measured one head after the
+    other, at points where the budget allows, and are None in all others.
+
+    The budget is of everything: what the tracker sets up, forward passes, the first and the last step. These two are
+    measured in any case, without Jacobians unless the time for these was saved by then, and later points wait until
+    the training has earned it. How long a Jacobian takes is known from its size and from earlier ones; one that does
+    not fit is not begun, and one of more than ten seconds is announced in the log of ``wellcond`` before it begins.
+    Without a budget everything that is due is measured, all heads in one forward pass.
+
+    If steps are listed, only these are measured. That a step was the last one is known when the tracker is closed: by
+    `close`, or at the end of ``with tracker:``. It then writes one line to standard error: what was measured, and which
+    share of the training time that took.
+
+    Under DistributedDataParallel rank 0 measures and has the points. Sharded weights (FSDP2, tensor parallelism) are
+    gathered, one attention layer at a time: every rank needs a batch and has to call `step`; each then has the points
+    of rank 0's batch.
+
+    If the first point cannot be measured, that raises. If a later one cannot, or a Jacobian, training goes on: the
+    point has the status ``failed``.
+
+    Args:
+        model: the model that trains: plain, wrapped by torch.compile or DistributedDataParallel, sharded by FSDP2, or
+            with projections that are DTensors.
+        batch: inputs for the probe, kept for the whole run so that values are comparable; or give them to `step`.
+        every: probe at multiples of this many steps and at the last one, or at these steps; ``auto`` as often as the
+            budget allows.
+        weights_every: at such multiples, or at these steps, measure weights and attention maps only;
+            where the Jacobian is due as well, it is the one that counts.
+        sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``.
+        heads: these key/value heads of each layer, or ``"all"``; the first one if None.
+        budget: largest share of the training time that measuring may cost; None for no limit.
+        first_step: how many steps were trained before. If there were any, nothing is measured now.
+        samples: how many samples of the batch to measure.
+        convention: of the Jacobian.
+        kappa: which condition number is in the summaries.
+        method: of `jacobian_spectrum`.
+        clock: the clock, in seconds.
+        on_slow: called once with the seconds expected, before Jacobians that may take more than ten; logs by default.
+
+    Raises:
+        ValueError: options that make no sense.
+        WellcondError: a head that cannot be measured, if it is measured at step 0.
+
+    Example:
+        >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> with ConditionTracker(model, torch.randn(1, 5, 8), every=2, heads="all", budget=None) as tracker:
+        ...     for _ in range(3):
+        ...         model(torch.randn(4, 5, 8)).sum().backward()
+        ...         new_points = tracker.step()
+        >>> [(point.step, point.head) for point in tracker.points]
+        [(0, 0), (0, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any = None,
+        *,
+        every: Steps | Literal["auto"] = "auto",
+        weights_every: Steps | None = None,
+        sites: Chosen | None = None,
+        heads: Heads | None = None,
+        budget: float | None = 0.05,
+        first_step: int = 0,
+        samples: int = 1,
+        convention: Convention = "wide",
+        kappa: Kappa = "strict",
+        method: str = "auto",
+        clock: Callable[[], float] = time.perf_counter,
+        on_slow: Callable[[float], None] = say_slow,
+    ) -> None:
+        """Measure weights and attention maps of step 0, which shows what that costs."""
+        asked = TrackingOptions(
+            every=every, weights_every=weights_every, sites=sites, heads=heads, budget=budget, samples=samples,
+            convention=convention, kappa=kappa, method=method,
+        )  # fmt: skip
+        if isinstance(first_step, bool) or not isinstance(first_step, int) or first_step < 0:
+            raise ValueError(f"first_step: expected the number of steps trained before, got {first_step!r}")
+        begun = clock()
+        self.options = asked.of_measure()
+        self.model = unwrap(model)
+        self.every, self.weights_every, self.batch, self.clock = every, weights_every, batch, clock
+        chosen = find_attention(self.model, strict=False) if sites is None else choose_sites(self.model, sites)
+        self._probes = [(site, head) for site in chosen for head in range(site.num_kv_heads) if asked.has_head(head)]
+        if not self._probes:
+            raise ValueError(f"heads: none of the attention layers has the heads {heads!r}")
+        self._proven = first_step > 0  # that the heads can be measured, as long as their numbers are finite
+        self.allowance = Allowance(budget)
+        self._on_slow, self._announced = on_slow, False
+        self.turns = Turns([(site.name, head) for site, head in self._probes], clock, self._say_slow)
+        self.last_seconds: float | None = None
+        """What the Jacobians of all heads took, if they were measured together."""
+        self.refused_seconds: float | None = None
+        """What they were expected to take when `measure_now` was given less."""
+        self.points: list[TrackPoint] = []
+        self.num_steps = self._first_step = first_step
+        self.run = run_facts(self.model, batch) | ({"input": "given to step()"} if batch is None else {})
+        self._given: Any = None  # to `step`
+        self._closed = False
+        self._due_steps = 0
+        reshard_(self.model)  # FSDP2 may have left whole weights, on which nothing shows that they are sharded
+        self.is_sharded = any_distributed(self.model)
+        self.active = self.is_sharded or _is_first_rank()
+        self.allowance.spent = clock() - begun
+        if self.active and batch is not None and first_step == 0 and (is_due(every, 0) or is_due(weights_every, 0)):
+            self._due_steps += 1
+            self._measure_point(batch, jacobian=is_due(every, 0))
+        self._resumed = self.clock()
+
+    @property
+    def overhead(self) -> float:
+        """Time spent on measuring, first and last step included, as a share of that spent on training; NaN before."""
+        return self.allowance.spent / self.allowance.training if self.allowance.training else math.nan
+
+    def step(self, batch: Any = None) -> list[TrackPoint]:
+        """Call once after every training step; returns what was measured now, usually nothing.
+
+        Raises: ValueError if there is no batch to probe with.
+        """
+        self.num_steps += 1
+        self.allowance.training += self.clock() - self._resumed
+        first = self._given is None and batch is not None and self.batch is None and self._first_step == 0
+        self._given = batch if batch is not None else self._given
+        measured = self._measure_due(batch, first=first) if self.active else []
+        self._resumed = self.clock()
+        return measured
+
+    def _measure_due(self, batch: Any, *, first: bool) -> list[TrackPoint]:
+        first = first and (is_regular(self.every) or is_regular(self.weights_every))
+        jacobian = is_due(self.every, self.num_steps) or (first and is_regular(self.every))
+        if not (first or jacobian or is_due(self.weights_every, self.num_steps)):
+            return []
+        self._due_steps += 1
+        if not first and not self._decided(self.allowance.permits_point):
+            return []
+        return self._measure_point(self._batch(batch), jacobian=jacobian)
+
+    def close(self, batch: Any = None) -> list[TrackPoint]:
+        """Call once after the last training step, on every process: measures it, and writes `summary` to stderr.
+
+        Args:
+            batch: to measure with; by default what the tracker, or else the latest `step`, was given.
+
+        Returns: what was measured now.
+        """
+        if self._closed:
+            return []
+        self._closed = True
+        batch = next((given for given in (batch, self.batch, self._given) if given is not None), None)
+        regular = is_regular(self.every) or is_regular(self.weights_every)
+        measured: list[TrackPoint] = []
+        if self.active and regular and batch is not None and self.num_steps > self._first_step:
+            now = [point for point in self.points if point.step == self.num_steps]
+            incomplete = self.allowance.budget is None and is_regular(self.every) and any(p.status is None for p in now)
+            if not now or incomplete:
+                due = is_due(self.every, self.num_steps) or is_due(self.weights_every, self.num_steps)
+                self._due_steps += not due
+                self.allowance.reserve = 0.0
+                measured = self._measure_point(batch, jacobian=is_regular(self.every))
+        if self.active and _is_first_rank():
+            print(self.summary(), file=sys.stderr)
+        return measured
+
+    def __enter__(self) -> ConditionTracker:
+        """The tracker itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close, unless training ended in an error."""
+        if kind is None:
+            self.close()
+
+    def summary(self) -> str:
+        """What was measured and which share of the training time that took, in one line, and how to change that."""
+        budget, names = self.allowance.budget, self.turns.names
+        with_jacobian = [(p.layer, p.head) for p in self.points if p.status not in (None, "failed")]
+        known, jacobians = set(with_jacobian), len(with_jacobian)
+        steps = len({point.step for point in self.points})
+        trained = self.num_steps - self._first_step
+        took = f"{self.overhead:.1%} of the training time" if trained else f"{self.allowance.spent:.2g} s"
+        text = (
+            f"wellcond: measured at {steps} of {self._due_steps} steps that were due ({trained} trained), kappa(J) "
+            f"{jacobians} times ({len(known)} of {len(names)} heads), which took {took}"
+        )
+        if budget is None:
+            return f"{text}; budget=0.05 would limit that to 5 %"
+        text += f" with budget={budget:g}"
+        missing = [name for name in names if name not in known]
+        if not missing or not self.active or (not is_regular(self.every) and not self.every):
+            return f"{text}; a larger budget measures more, budget=None all that is due"
+        costs = [self.turns.expected[name] for name in missing if name in self.turns.expected]
+        expected = f" (up to {show_seconds(max(costs))} each)" if costs else ""
+        return (
+            f"{text}; kappa(J) of {len(missing)} heads was not measured{expected}: give a larger budget, fewer tokens, "
+            "or budget=None for all that is due"
+        )
+
+    def __repr__(self) -> str:
+        """One line."""
+        counts = f"{len(self._probes)} heads, {len(self.points)} points"
+        return (
+            f"ConditionTracker(step {self.num_steps}, {counts}, every={self.every!r}, budget={self.allowance.budget})"
+        )
+
+    def measure_now(self, batch: Any = None, *, jacobian: bool = True, within: float | None = None) -> list[TrackPoint]:
+        """Measure every head at the present step in one forward pass, due or not and whatever the budget.
+
+        Args:
+            batch: to measure with; by default the tracker's own.
+            jacobian: False measures weights and attention maps only.
+            within: seconds that this may take. If the Jacobians are expected to take longer, none is in the points;
+                if weights and attention maps alone are, nothing is measured.
+
+        Raises: ValueError if there is no batch to probe with.
+        """
+        if not self.active or (within is not None and not self._shared(jacobian or self.allowance.point <= within)):
+            return []
+        together = None
+        if jacobian and within is not None:
+            together = Together(len(self._probes), within, self.clock, self.last_seconds, self._say_slow)
+        return self._measure_point(self._batch(batch), jacobian=jacobian, whole=True, together=together)
+
+    def charge(self, seconds: float) -> None:
+        """Count time that a caller spent for the tracker's sake, such as on its batch, as spent on measuring."""
+        self.allowance.spent += seconds
+
+    def _decided(self, permitted: bool) -> bool:
+        """What the first process decides, whose clock counts."""
+        return self._shared(permitted) if self.allowance.budget is not None else permitted
+
+    def _shared(self, value: bool) -> bool:
+        return decided_by_first(value) if self.is_sharded else value
+
+    def _batch(self, batch: Any) -> Any:
+        chosen = self.batch if batch is None else batch
+        if chosen is None:
+            raise ValueError("give a batch to ConditionTracker(model, batch) or to step(batch)")
+        return chosen
+
+    def _measure_point(
+        self, batch: Any, *, jacobian: bool, whole: bool = False, together: Together | None = None
+    ) -> list[TrackPoint]:
+        """All heads at the present step: `whole`, or without a budget, with all Jacobians; else with some of them."""
+        begun, turns = self.clock(), self.turns
+        limited = jacobian and not whole and self.allowance.budget is not None
+        if limited:
+            jacobian = self._decided(turns.begin(self.allowance.left - self.allowance.point, self.allowance.point))
+        else:
+            turns.seconds = {}
+        admit = turns.admit if limited else None if together is None else together.admit
+        found = self._find(batch, jacobian, admit)
+        turns.end()
+        seconds = self.clock() - begun
+        on_jacobians = sum(turns.seconds.values())
+        self.allowance.record(seconds, seconds if jacobian and not limited else on_jacobians)
+        refused = together is not None and self._shared(together.refused)
+        self.refused_seconds = together.expected if together is not None and refused else None
+        if together is not None and not refused:
+            self.last_seconds = seconds
+        if is_regular(self.every) or is_regular(self.weights_every):
+            self.allowance.reserve = self.allowance.point
+        share, points = (seconds - on_jacobians) / len(self._probes), []
+        for site, index in self._probes:
+            name, head = (site.name, index), found[site.name, index]
+            failed = isinstance(head, str)
+            numbers = failed_numbers(jacobian) | {"problem": head} if failed else numbers_of(head)  # type: ignore[arg-type]
+            if refused and not failed:
+                numbers = without_jacobian(numbers)
+            took = share + turns.seconds.get(name, 0.0)
+            points.append(TrackPoint(step=self.num_steps, layer=site.name, head=index, seconds=took, **numbers))
+        self.points += points
+        return points
+
+    def _find(self, batch: Any, jacobian: bool, admit: Admit | None) -> dict[tuple[str, int], HeadReport | str]:
+        """The measurement of each head, or why there is none.
+
+        Raises: WellcondError if there is none, and never was.
+        """
+        sites = list({id(site): site for site, _ in self._probes}.values())
+        heads = sorted({head for _, head in self._probes})
+        names = [(site.name, head) for site, head in self._probes]
+        try:
+            # A probe inside a mixed-precision step is not rounded.
+            with torch.autocast(sites[0].q.parameter.device.type, enabled=False):
+                report = measure(
+                    self.model, batch, sites=sites, heads=heads, jacobian=jacobian, admit=admit, on_slow=self._say_slow,
+                    **self.options,
+                )  # fmt: skip
+        except NUMERICAL as error:
+            if not self._proven:
+                raise
+            return dict.fromkeys(names, str(error).splitlines()[0])
+        found = _by_head(report)
+        layers = {layer.name: layer for layer in report.layers}
+        problems = {(name, head): layers[name].why_not_measured(head) for name, head in names}
+        missing = [name for name, _ in names if layers[name].problem]
+        if missing and not self._proven:
+            raise WellcondError(f"{missing[0]}: {layers[missing[0]].problem}")
+        self._proven = True
+        return {key: found.get(key, problems[key]) for key in names}
+
+    def _say_slow(self, seconds: float) -> None:
+        """Announce a long measurement once."""
+        if not self._announced:
+            self._announced = True
+            self._on_slow(seconds)
+
+    def series(self, quantity: str = "condition_number") -> dict[tuple[str, int], list[tuple[int, Any]]]:
+        """One quantity of every head over the steps: {(layer, head): [(step, value), ...]}."""
+        names = [f.name for f in dataclasses.fields(TrackPoint)]
+        if quantity not in names:
+            raise ValueError(f"unknown quantity {quantity!r}: expected one of {', '.join(names)}")
+        result: dict[tuple[str, int], list[tuple[int, Any]]] = {}
+        for point in self.points:
+            result.setdefault((point.layer, point.head), []).append((point.step, getattr(point, quantity)))
+        return result
+
+    def to_frame(self) -> Any:
+        """One row per point as a `pandas.DataFrame`; raises MissingExtraError if pandas is not installed."""
+        return make_frame([point.to_dict() for point in self.points], self.run)
+
+    def plot(self, quantity: str = "kappa", ax: Any = None) -> Any:
+        """One quantity of every head over the steps; returns the matplotlib `Axes`.
+
+        Where the strict condition number is infinite, the one over the non-zero spectrum is drawn, as a ring.
+
+        Args:
+            quantity: ``kappa``, the condition number of the Jacobian, or a number of `TrackPoint`, such as ``kappa_q``.
+            ax: where to draw; a new figure by default.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+            ValueError: a quantity that does not exist or was not measured.
+        """
+        kappa = "condition_number" if self.options["kappa"] == "strict" else "pseudo_condition_number"
+        field = kappa if quantity == "kappa" else quantity
+        numbers = [f.name for f in dataclasses.fields(TrackPoint) if f.type not in ("str", "str | None", "bool")]
+        if field not in numbers:
+            raise ValueError(f"unknown quantity {quantity!r}: expected kappa or one of {', '.join(numbers)}")
+        curves = curves_of([point.to_dict() for point in self.points], field)
+        if not curves:
+            raise ValueError(f"{quantity} was not measured at any step")
+        return plot_curves(curves, quantity=field, title=self.run["model"], ax=ax)
+
+    def to_json(self) -> str:
+        """All points, one JSON object per line, each with model, input and version; infinities and NaN as text."""
+        return "\n".join(point.to_line(self.run) for point in self.points)
+
+
+def _by_head(report: MeasurementReport) -> dict[tuple[str, int], HeadReport]:
+    return {(layer.name, head.index): head for layer in report.layers for head in layer.heads}
+
+
+def _is_first_rank() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0)

@@ -1,0 +1,63 @@
+"""`wellcond doctor`."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_model
+
+import wellcond as wc
+from wellcond.lab.models.build import build_model
+
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 4}
+MODEL = [
+    "timm:vit_tiny_patch16_224",
+    *(part for key, value in SMALL.items() for part in ("--model-arg", f"{key}={value}")),
+]
+
+
+def test_text_json_and_page(run, tmp_path):
+    output, page = tmp_path / "found.json", tmp_path / "page.html"
+    code, out = run("doctor", *MODEL, "--samples", 4, "-o", output, "--html", page)
+    assert code == 0
+    assert max(map(len, out.replace(str(tmp_path), "").splitlines())) <= 100
+    assert "1. warning: Position embeddings" in out and 'wc.init_(model, "calibrated", batch=batch)' in out
+    found = wc.Diagnosis.from_json(output.read_text())
+    assert found.run["model"].startswith("timm:vit_tiny_patch16_224 img_size=32") and len(found.layers) == 2
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    refused, _ = run("doctor", *MODEL, "-o", output)
+    assert "--force" in refused
+
+
+def test_json_on_standard_output(run):
+    code, out = run("doctor", *MODEL, "--samples", 2, "--json")
+    assert code == 0 and json.loads(out)["findings"][0]["kind"] == "positions"
+
+
+def test_a_checkpoint_in_training(run, tmp_path):
+    model = build_model(MODEL[0], SMALL)
+    for parameter in model.norm.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    save_model(model, str(tmp_path / "weights.safetensors"))
+    code, out = run("doctor", *MODEL, "--samples", 2, "--weights", tmp_path / "weights.safetensors")
+    assert code == 0 and "state: trained" in out and "Nothing to fix in 2 attention layers." in out
+    code, out = run("doctor", *MODEL, "--samples", 2, "--weights", tmp_path / "weights.safetensors", "--fresh")
+    assert "2 findings" in out
+
+
+@pytest.mark.filterwarnings("ignore::wellcond.NumericalWarning")
+def test_a_checkpoint_of_a_conditioned_model(run, tmp_path):
+    model = wc.condition_(build_model(MODEL[0], SMALL), "identity", lam=10.0)
+    save_model(model, str(tmp_path / "raw.safetensors"))
+    code, out = run("doctor", *MODEL, "--samples", 2, "--weights", tmp_path / "raw.safetensors")
+    assert code == 0 and "conditioned by: identity" in out and "1. fault: The correction lam I" in out
+
+
+def test_mistakes(run, tmp_path):
+    for arguments, said in (
+        (["timm:vit_smal"], "vit_smal"),
+        ([*MODEL, "--input", tmp_path / "none.npy"], "none.npy"),
+    ):
+        message, _ = run("doctor", *arguments)
+        assert isinstance(message, str) and said in message
+    assert run("doctor", *MODEL, "--weights", tmp_path / "none.pt")[0] == 2

@@ -1,0 +1,260 @@
+"""Frames, plots, one-line representations, and what a report says it is of."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pandas
+import pytest
+import timm
+import torch
+from matplotlib import pyplot
+from torch import nn
+
+import wellcond as wc
+from wellcond.measurement.facts import describe_input, describe_model
+from wellcond.measurement.plot import HeadMark, plot_heads
+
+pyplot.switch_backend("Agg")
+X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _figures_are_closed():
+    yield
+    pyplot.close("all")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+    return timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+
+
+@pytest.fixture(scope="module")
+def report(model):
+    return wc.measure(model, X, samples=2)
+
+
+@pytest.fixture(scope="module")
+def infinite(model):
+    """The stacked matrix of five tokens in 24 dimensions has no full rank."""
+    return wc.measure(model, X[:1], convention="stack")
+
+
+# -- what it is of
+
+
+def test_a_report_says_which_model_which_input_and_which_version(model, report):
+    said = json.loads(report.to_json())["run"]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    assert said["model"] == f"VisionTransformer (vit_tiny_patch16_224), {size:,} parameters"
+    assert said["input"].startswith("float32 (2, 3, 16, 16), sha256 ") and said["version"] == wc.__version__
+
+
+def test_another_input_has_another_digest():
+    assert describe_input(X) == describe_input(X.clone()) != describe_input(X + 1)
+    assert describe_input({"a": X, "b": (X[0], None)}).startswith(
+        "a float32 (2, 3, 16, 16), b float32 (3, 16, 16), sha"
+    )
+    for odd in (X.bfloat16(), X > 0, X.to(torch.cfloat), X[0, 0, 0, 0], X[:0], X.mT):
+        assert ", sha256 " in describe_input(odd)
+    assert describe_input(torch.ones(2, device="meta")) == "float32 (2,)"
+    assert describe_input(None) == "not given" and describe_input("text") == "str"
+
+
+def test_wrappers_do_not_hide_a_model():
+    plain = nn.Linear(2, 2)
+    assert describe_model(torch.compile(plain, backend="eager")) == describe_model(plain) == "Linear, 6 parameters"
+
+
+# -- infinite condition numbers
+
+
+def test_tables_show_why_a_condition_number_is_infinite_and_the_pseudo_one(infinite, report):
+    header, *lines = infinite.to_table().splitlines()
+    assert "pseudo" in header and header.endswith("why not finite")
+    heads = [head for layer in infinite.layers for head in layer.heads]
+    for line, head in zip(lines, heads, strict=True):
+        jacobian = head.jacobian
+        assert line.split()[2:4] == ["inf", f"{jacobian.pseudo_condition_number:.4g}"]
+        assert line.endswith(f"rank {jacobian.rank} of {min(jacobian.shape)}, null space: {jacobian.null_space}")
+    assert "pseudo" not in report.to_table() and "why" not in report.to_table()
+    row = infinite.to_dict()["layers"][0]["heads"][0]
+    assert row["why_not_finite"] == heads[0].why_not_finite and row["mean_pseudo_kappa"] == heads[0].mean_kappa(
+        "pseudo"
+    )
+
+
+def test_numerically_singular_shows_the_certified_lower_bound(infinite):
+    head = infinite.layers[0].heads[0]
+    fields = {"sigma_min": 0.0, "sigma_rank": 0.0, "nullity": 0, "status": "numerically singular"}
+    bounds = {"sigma_max_bounds": (10.0, 11.0), "sigma_rank_bounds": (0.0, 1e-6)}
+    singular = dataclasses.replace(head.jacobian, **fields, **bounds)
+    both = {"strict": (math.inf,), "pseudo": (math.inf,)}
+    head = dataclasses.replace(head, jacobian=singular, samples=(math.inf,), both_samples=both)
+    assert head.show_pseudo() == ">=1e+07" and "float64 rounding" in head.why_not_finite
+    table = dataclasses.replace(infinite, layers=(dataclasses.replace(infinite.layers[0], heads=(head,)),)).to_table()
+    header, line = table.splitlines()
+    assert ">=1e+07 numerically singular" in line and line.index("float64") > header.index("why not finite")
+    assert line.index("numerically singular") + 20 == header.index("status") + 6, "columns stay in line"
+
+
+def test_some_samples_may_be_finite(report):
+    head = report.layers[0].heads[0]
+    head = dataclasses.replace(head, samples=(head.samples[0], math.inf))
+    assert head.why_not_finite == "not finite in 1 of 2 samples"
+    assert report.layers[0].heads[0].why_not_finite == ""
+
+
+def test_a_zero_jacobian_and_a_zero_weight_say_so(infinite):
+    zero = dataclasses.replace(infinite.layers[0].heads[0].jacobian, rank=0)
+    assert zero.why_not_finite == "the Jacobian is zero" and math.isnan(zero.condition_number)
+    assert wc.spectrum(torch.zeros(3, 4)).why_not_finite == "the matrix is zero"
+    assert wc.spectrum(torch.diag(torch.tensor([2.0, 1.0, 0.0]))).why_not_finite == "rank 2 of 3"
+
+
+# -- frames
+
+
+def test_a_frame_has_a_row_per_head(report, infinite):
+    frame = report.to_frame()
+    assert isinstance(frame, pandas.DataFrame) and len(frame) == 6
+    heads = [head for layer in report.layers for head in layer.heads]
+    assert list(frame["kappa"]) == [head.mean_kappa() for head in heads]
+    assert list(frame["kappa_q"]) == [head.weights["q"].condition_number for head in heads]
+    assert list(frame["rank"]) == [head.jacobian.rank for head in heads] and frame["rank"].dtype == "Int64"
+    assert list(frame["entropy"]) == [head.attention.entropy for head in heads]
+    assert frame.attrs == {"convention": "wide", "kappa": "strict", "combine": "mean", **report.run}
+    best = infinite.to_frame()
+    assert (best["condition_number"] == math.inf).all() and (best["pseudo_condition_number"] < math.inf).all()
+    assert best["why_not_finite"].str.startswith("rank ").all()
+
+
+def test_a_frame_keeps_layers_that_were_not_measured(model, report):
+    broken = dataclasses.replace(report.layers[1], heads=(), problem="it is broken")
+    frame = dataclasses.replace(report, layers=(report.layers[0], broken)).to_frame()
+    assert len(frame) == 4 and frame["problem"].iloc[-1] == "it is broken" and pandas.isna(frame["head"].iloc[-1])
+    cheap = wc.measure(model, X[:1], jacobian=False).to_frame()
+    assert cheap["rank"].isna().all() and cheap["kappa"].isna().all() and (cheap["kappa_v"] >= 1).all()
+    assert dataclasses.replace(report, layers=()).to_frame().empty
+
+
+def test_trackers_and_diagnoses_have_frames_too(model):
+    tracker = wc.ConditionTracker(model, X[:1], weights_every=1, every=[0], budget=None)
+    tracker.step()
+    frame = tracker.to_frame()
+    assert list(frame["kappa_q"]) == [point.kappa_q for point in tracker.points] and set(frame["step"]) == {0, 1}
+    assert frame[frame["step"] == 1]["rank"].isna().all() and frame["rank"].dtype == "Int64"
+    assert frame.attrs == tracker.run
+    found = wc.diagnose(model, X)
+    frame = found.to_frame()
+    assert list(frame["name"]) == [layer.name for layer in found.layers]
+    assert list(frame["kappa_tokens"]) == [layer.kappa_tokens for layer in found.layers]
+    broken = dataclasses.replace(found.layers[1], finite=False)
+    finding = wc.Finding(kind="not-finite", severity="fault", verdict="", layers=(broken.name,), value=math.nan,
+                      threshold=math.inf, remedy="", evidence="")  # fmt: skip
+    frame = dataclasses.replace(found, findings=(finding,)).to_frame()
+    assert list(frame["findings"]) == ["", "not-finite"]
+
+
+# -- plots
+
+
+def drawn(ax):
+    """Legend entries, and points by legend entry."""
+    points = {found.get_label(): found.get_offsets().tolist() for found in ax.collections}
+    legend = ax.get_legend() or ax.figure.legends[0]
+    return [text.get_text() for text in legend.get_texts()], points
+
+
+def test_a_plot_of_a_report_shows_every_head(report):
+    ax = report.plot()
+    _, points = drawn(ax)
+    kappas = [head.mean_kappa() for layer in report.layers for head in layer.heads]
+    assert [y for _, y in points["head"]] == kappas and ax.get_yscale() == "log"
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["0", "1"]
+    assert any(text.get_text() == report.run["model"] for text in ax.texts)
+
+
+def test_a_plot_of_infinite_heads_is_not_empty(infinite):
+    legend, points = drawn(infinite.plot())
+    [label] = [text for text in legend if "infinite" in text]
+    pseudo = [head.mean_kappa("pseudo") for layer in infinite.layers for head in layer.heads]
+    assert [y for _, y in points[label]] == pseudo and "head" not in points
+
+
+def test_dead_heads_and_unknown_ones_are_marked_and_in_no_mean():
+    marks = [HeadMark("a", 100.0, 100.0), HeadMark("a", 1.0, 1.0, dead=True), HeadMark("b", math.inf, math.inf)]
+    ax = plot_heads(marks)
+    legend, points = drawn(ax)
+    assert len(points) == 3 and any("dead" in text for text in legend) and any("either" in text for text in legend)
+    assert list(ax.lines[0].get_ydata())[0] == pytest.approx(100.0)
+
+
+def test_a_plot_goes_into_given_axes(report):
+    _, (left, right) = pyplot.subplots(1, 2)
+    assert report.plot(ax=right) is right and right.collections and not left.collections
+
+
+MISSING = """
+import sys
+for name in ("pandas", "matplotlib"): sys.modules[name] = None
+import torch, wellcond as wc
+from torch import nn
+layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(1, 5, 8)
+report, tracker = wc.measure(layer, x), wc.ConditionTracker(layer, x, budget=None)
+for call in (report.to_frame, report.plot, tracker.plot, tracker.to_frame):
+    try: call()
+    except wc.MissingExtraError as error: print(error)
+"""
+
+
+def test_missing_extras_name_their_install_line():
+    done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True)
+    said = done.stdout.splitlines()
+    assert len(said) == 4 and said[3] == said[0], done.stderr
+    assert said[0] == "this needs pandas, which is not installed. Run: pip install 'wellcond[train]'"
+    assert said[1] == said[2] == "this needs matplotlib, which is not installed. Run: pip install 'wellcond[report]'"
+
+
+# -- one line each
+
+
+def test_every_record_prints_as_one_short_line(model, report, infinite):
+    site = wc.find_attention(model)[0]
+    assert repr(site) == "AttentionSite('blocks.0.attn', 3 heads x 8, width 24, q k v o)"
+    assert repr(site.q) == "Slot(Linear.weight (72, 24), 3 heads x 8)"
+    head = infinite.layers[0].heads[0]
+    pseudo = f"kappa inf, pseudo {head.mean_kappa('pseudo'):.4g}"
+    assert repr(head) == f"HeadReport(head 0, {pseudo}, exact, {head.verdict})"
+    assert pseudo in repr(head.jacobian) and "singular_values" not in repr(head.jacobian)
+    assert (
+        repr(infinite.layers[0]) == "LayerReport('blocks.0.attn', 3 heads x 8, 5 tokens, kappa of 3 heads not finite)"
+    )
+    assert "not measured: broken" in repr(dataclasses.replace(report.layers[0], heads=(), problem="broken"))
+    kappas = [head.mean_kappa() for layer in report.layers for head in layer.heads]
+    ends = f"strict, kappa {min(kappas):.4g} to {max(kappas):.4g})"
+    assert repr(report).startswith("MeasurementReport(VisionTransformer (vit") and repr(report).endswith(ends)
+    records = [site, *site.slots.values(), report, *report.layers, head, head.jacobian, head.weights["q"], infinite]
+    records += [wc.measure(model, X[:1], jacobian=False), dataclasses.replace(report, layers=())]
+    assert all("\n" not in repr(record) and len(repr(record)) < 180 for record in records)
+
+
+def test_a_site_tells_what_makes_it_special():
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 16}
+    site = wc.find_attention(LlamaModel(LlamaConfig(vocab_size=9, num_hidden_layers=1, **sizes)))[0]
+    expected = "'layers.0.self_attn', 4 heads (2 of keys and values) x 4, width 16, q k v o, causal, rotary"
+    assert repr(site) == f"AttentionSite({expected})"
+
+
+def test_a_slot_without_its_parameter_still_prints():
+    layer = nn.MultiheadAttention(8, 2)
+    site = wc.find_attention(layer)[0]
+    layer.in_proj_weight = None
+    assert "not a parameter" in repr(site.q) and repr(site) == "AttentionSite('', 2 heads x 4, q k v o)"
