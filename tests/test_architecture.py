@@ -91,7 +91,7 @@ def test_data_know_no_task():
 def test_methods_of_the_spectrum_know_no_concrete_form(name):
     """A new form edits no method: what differs between forms is a member of `AbstractForm`."""
     tree = ast.parse((SRC / "jacobian" / f"{name}.py").read_text())
-    forms = {f"wellcond.jacobian.{one}" for one in ("ends", "form", "plain", "select")}
+    forms = {f"wellcond.jacobian.{one}" for one in ("ends", "form", "head", "plain", "select")}
     assert {one for one in imported(tree) if one.startswith("wellcond.jacobian")} <= forms
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert not called & {"isinstance", "getattr", "hasattr"}

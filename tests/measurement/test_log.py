@@ -38,14 +38,14 @@ def test_an_interrupted_measurement_resumes_to_the_same_report(tmp_path, monkeyp
     if torn:
         file.write_text("".join(written[:-1]) + written[-1][:50])
 
-    measured, own = [], wc.measurement._measure_head
+    measured, own = [], wc.measurement.measure._measure_head
 
     def note(layer, part, log):
         if log is None:
             measured.append((layer.captured.site.name, part.kv_head))
         return own(layer, part, log)
 
-    monkeypatch.setattr(wc.measurement, "_measure_head", note)
+    monkeypatch.setattr(wc.measurement.measure, "_measure_head", note)
     assert repr_of(wc.measure(model, X, resume=file, **SETTINGS)) == repr_of(expected)
     assert measured == [("blocks.1.attn", 0), ("blocks.1.attn", 1)][0 if torn else 1 :]
     measured.clear()
