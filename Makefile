@@ -49,7 +49,7 @@ lint: $(STAMP)  ## Style, import order, docstrings, types
 	$(BIN)/mypy
 
 docs: $(STAMP)  ## Build the documentation into site/, figures included (open site/index.html; strict, no network)
-	PYTHONPATH=$(CURDIR)/src $(BIN)/python docs/build_site.py
+	PYTHONPATH=$(CURDIR)/src $(BIN)/python tools/site/build.py
 
 examples: $(STAMP)  ## Run the five scripts of examples/, each under a minute on one core (its notebook: examples/tour.ipynb)
 	@set -e; for script in examples/*.py; do echo "== $$script"; PYTHONPATH=$(CURDIR)/src $(BIN)/python $$script; done

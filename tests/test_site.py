@@ -17,7 +17,7 @@ for package in ("zensical", "mkdocstrings", "matplotlib"):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, str(ROOT / "docs" / "build_site.py"), str(folder)]
+    command = [sys.executable, str(ROOT / "tools" / "site" / "build.py"), str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder

@@ -1,4 +1,4 @@
-"""The detection recipes against the specification (sections 2.4 and 2.8), value by value."""
+"""The detection recipes, value by value."""
 
 import os
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The shipped language recipes against the specification (sections 2.6, 2.7 and 2.8), value by value."""
+"""The shipped language recipes, value by value."""
 
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ WORD_PIECES = TrainedTokenizer(train="wordpiece", vocabulary=32768, lower_case=T
 
 @dataclass(frozen=True)
 class Row:
-    """What the specification says of one recipe."""
+    """What one recipe must say."""
 
     data: dict
     context: int
@@ -77,7 +77,7 @@ def dropout(recipe):
 
 
 @every_large_recipe
-def test_values_are_those_of_the_specification(scale, name):
+def test_values_are_as_written_down(scale, name):
     recipe, _ = load_recipe(name, scale=scale)
     row, task, training = ROWS[scale, name], recipe.task, recipe.training
     found = Row(

@@ -40,7 +40,7 @@ def full_size(scale, name):
 
 
 @pytest.mark.parametrize(("scale", "name"), SIZES, ids=["-".join(key) for key in SIZES])
-def test_full_size_models_have_the_parameters_and_attentions_of_the_specification(scale, name):
+def test_full_size_models_have_the_parameters_and_attention_layers_of_the_papers(scale, name):
     millions, layers, width, heads = SIZES[scale, name]
     model = full_size(scale, name)
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.005)

@@ -1,4 +1,4 @@
-"""The Long Range Arena recipes against the specification (sections 2.5 and 2.8), value by value."""
+"""The Long Range Arena recipes, value by value."""
 
 from dataclasses import dataclass
 

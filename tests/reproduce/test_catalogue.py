@@ -1,4 +1,4 @@
-"""Every table, figure and ablation of the specification has an entry that can be planned at every scale."""
+"""Every table, figure and ablation of the papers has an entry that can be planned at every scale."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def plan_of(id, scale, **options):
     return make_plan(id, ENTRIES[id], scale, PlanOptions(Path("nowhere"), **options))
 
 
-def test_every_id_of_the_specification_has_an_entry():
+def test_every_id_of_the_papers_has_an_entry():
     assert sorted(ENTRIES) == sorted(IDS)
 
 

@@ -1,4 +1,4 @@
-"""The numbered heads of the specification, section 12. Weights are the papers' D x d."""
+"""Numbered heads with known spectra. Weights are the papers' D x d."""
 
 import math
 

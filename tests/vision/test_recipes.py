@@ -1,4 +1,4 @@
-"""The shipped vision recipes against the specification (sections 2.1, 2.2, 2.3 and 2.8), value by value."""
+"""The shipped vision recipes, value by value."""
 
 from dataclasses import dataclass, replace
 

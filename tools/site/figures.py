@@ -1,7 +1,7 @@
 """Figures of the documentation, drawn when the site is built: from the records in results/, or computed on the spot.
 
 `<!-- figure: NAME -->` on a line of a page is where one goes. They are SVG within the page: their text is text, and has
-the colour of the page's. `python docs/site_figures.py FOLDER` writes them as files to look at.
+the colour of the page's. `python tools/site/figures.py FOLDER` writes them as files to look at.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.axis import Axis
-from site_svg import FIGURES, INK, figure, figure_as_svg
+from svg import FIGURES, INK, figure, figure_as_svg
 from torch import Tensor, nn
 
 import wellcond as wc
@@ -23,7 +23,7 @@ from wellcond.lab.report.analysis import HeadTable, read_heads
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.tuning import find_tuning
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COLOURS = {
     "default": "#4269d0",
     "scale-true default": "#4269d0",

@@ -1,9 +1,9 @@
-"""Build the documentation: `python docs/build_site.py [FOLDER]`, by default into site/.
+"""Build the documentation: `python tools/site/build.py [FOLDER]`, by default into site/.
 
 Documents link to results and tests by their paths in the repository, so that the links work on disk too. The generator
 sees a copy of docs/ in which a linked markdown file or notebook has become a page, a picture or table a file, and a
 source file a page that shows it, with a heading for each test. In files outside docs/, links to what is not there
-(pages that are not committed) become text. A line `<!-- figure: NAME -->` becomes a figure that site_figures.py draws,
+(pages that are not committed) become text. A line `<!-- figure: NAME -->` becomes a figure that figures.py draws,
 and pages with formulas load KaTeX. The rest is plain markdown and mkdocs.yml, which Zensical and MkDocs both read.
 """
 
@@ -21,10 +21,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from site_figures import FIGURES
-from site_svg import figure_as_html
+from figures import FIGURES
+from svg import figure_as_html
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?P<open>!?\[(?P<text>[^\]]*)\])\((?P<path>[^)\s#:]+)(?P<fragment>#[^)\s]*)?\)")
 MARKER = re.compile(r"^<!-- figure: ([a-z-]+) -->$", re.MULTILINE)
@@ -39,7 +39,8 @@ def build(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         stage = Path(temporary)
         shutil.copy(ROOT / "mkdocs.yml", stage)
-        (stage / "src").symlink_to(ROOT / "src")
+        for name in ("src", "tools"):
+            (stage / name).symlink_to(ROOT / name)
         named = write_sources(stage / "docs")
         command = [sys.executable, "-m", "zensical", "build", "--strict"]
         done = subprocess.run(command, cwd=stage, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -54,7 +55,7 @@ def build(folder: Path) -> None:
 
 def write_sources(folder: Path) -> set[str]:
     """Write docs/ and everything that it links to, directly or not, as sources of the site; names of its figures."""
-    shutil.copytree(DOCS, folder, ignore=shutil.ignore_patterns("__pycache__", "*_site.py", "site_*.py"))
+    shutil.copytree(DOCS, folder)
     waiting = sorted(DOCS.rglob("*.md"))
     seen, figures = set(waiting), set()
     while waiting:
@@ -79,7 +80,7 @@ def write_sources(folder: Path) -> set[str]:
             else:
                 shutil.copy(target, place)
     if unknown := figures - set(FIGURES):
-        sys.exit(f"docs/site_figures.py draws no {', '.join(sorted(unknown))}; it has {', '.join(sorted(FIGURES))}.")
+        sys.exit(f"tools/site/figures.py draws no {', '.join(sorted(unknown))}; it has {', '.join(sorted(FIGURES))}.")
     return figures
 
 
