@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,9 @@ def needs_extra(package: str, extra: str, *modules: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in (modules or (package,)):
+        name = (error.name or "").partition(".")[0]
+        absent = isinstance(error, ModuleNotFoundError) and sys.modules.get(name) is None
+        if absent and name in (modules or (package,)):
             raise MissingExtraError(package, extra) from error
         raise MissingExtraError(package, extra, f"which cannot be imported: {error}") from error
 
