@@ -7,6 +7,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 import wellcond as wc
+from attention.modern import PerHead
 from init.helpers import first, tiny_vit
 from wellcond.init.selection import exclusion, select_indices
 
@@ -105,3 +106,30 @@ def test_what_the_classifier_is_called():
     assert exclusion(Named(), ("multi_head",))("multi_head.in_proj_weight")
     one_block = exclusion(Named(), ("blocks.1",))
     assert one_block("blocks.1.mlp.fc1.weight") and not one_block("blocks.10.mlp.fc1.weight")
+
+
+class Bank(nn.Module):
+    """Q, K, V and O in one parameter, as in modded-nanogpt."""
+
+    def __init__(self, width, num_heads):
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, width // num_heads
+        self.qkvo_w = nn.Parameter(torch.randn(4, width, width))
+
+    def forward(self, x):
+        heads = (self.num_heads, self.head_dim)
+        q, k, v = (nn.functional.linear(x, w).unflatten(-1, heads).transpose(1, 2) for w in self.qkvo_w[:3])
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return nn.functional.linear(y, self.qkvo_w[3])
+
+
+def test_heads_are_picked_from_a_stack_of_matrices():
+    teacher, student = nn.Sequential(Bank(48, 6)), nn.Sequential(Bank(24, 3))
+    wc.init_(student, "weight_selection", teacher=teacher, layout="heads")
+    large, small = first(teacher), first(student)
+    for role in "qkv":
+        assert torch.equal(small.slots[role].read(), large.slots[role].read()[[0, 2, 4]][:, :, ::2])
+    assert torch.equal(small.o.read(), large.o.read()[[0, 2, 4]][:, ::2])
+    per_head, other = nn.Sequential(PerHead()), nn.Sequential(PerHead())
+    wc.init_(per_head, "weight_selection", teacher=other, layout="heads")
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in per_head.state_dict().items())

@@ -116,7 +116,7 @@ def conditioned(
         roles: where an attention stores its linear path under another name (DaViT's channel attention keeps it in the
             q slice), give the identity to the slice on the linear path, or to the slice called v.
         match_norm: rescale every head to the Frobenius norm it has now (control for scale).
-        keys: drawn apart from the queries (the paper), or ``tied``: W_K = W_Q = a U at the start, for causal attention,
+        keys: drawn apart from the queries (the paper), or ``tied``: W_K = W_Q = a U at first, for causal attention,
             which independent keys condition worse than the usual initialisation does.
         own_token: with tied keys, what a typical layer-normed token gives to itself among `tokens` visible ones; it
             sets a (unless `match_norm` does).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,7 @@ class InitContext:
 
 Planned = Write | tuple[Slot | Tensor, Tensor]
 Method = Callable[..., Iterable[Planned]]
+M = TypeVar("M", bound=Method)
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def register_init(
     check: Callable[..., None] | None = None,
     warn: Callable[[Sequence[AttentionSite], Mapping[str, Any]], str | None] | None = None,
     projections: str = "qkvo",
-) -> Callable[[Method], Method]:
+) -> Callable[[M], M]:
     """Decorate a function that plans an initialisation: `init_(model, name)` then finds it.
 
     The function gets a context (`model`, `sites`, `generator`) and its options as keyword arguments, which are checked
@@ -124,18 +125,18 @@ def register_init(
     Raises: OptionError for a name that a method of wellcond has.
 
     Example:
-        >>> @register_init("halves")
-        ... def halves(context, *, factor: float = 0.5):
+        >>> @register_init("values_halved")
+        ... def values_halved(context, *, factor: float = 0.5):
         ...     for site in context.sites:
         ...         yield site.v, factor * site.v.read()
         >>> from wellcond import init_
         >>> model = nn.MultiheadAttention(8, 2)
         >>> before = model.in_proj_weight[16:].clone()
-        >>> torch.equal(init_(model, "halves").in_proj_weight[16:], before / 2)
+        >>> torch.equal(init_(model, "values_halved").in_proj_weight[16:], before / 2)
         True
     """
 
-    def decorate(method: Method) -> Method:
+    def decorate(method: M) -> M:
         METHODS.register(name, method)
         FACTS[name] = Facts(check, warn, projections)
         return method
