@@ -10,7 +10,7 @@ import pytest
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"errors", "arguments", "files", "version", "pages"}
+BASE = {"errors", "arguments", "files", "version", "pages", "registry"}
 CORE = BASE | {"linalg", "attention", "init", "conditioning", "theory", "jacobian", "measurement", "doctor"}
 ALLOWED = {
     "errors": set(),
@@ -18,6 +18,7 @@ ALLOWED = {
     "files": set(),
     "version": set(),
     "pages": {"errors"},
+    "registry": {"errors"},
     "linalg": BASE,
     "attention": BASE | {"linalg"},
     "init": BASE | {"linalg", "attention"},

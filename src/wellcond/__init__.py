@@ -10,11 +10,14 @@ from wellcond.errors import (
     CheckpointMismatchError,
     CheckpointWarning,
     ConditioningError,
+    DiagnosisError,
     EvidenceWarning,
     FairnessWarning,
     LayoutWarning,
     MissingExtraError,
+    MissingFileError,
     NumericalWarning,
+    OptionError,
     SiteNotFoundError,
     UnknownChoiceError,
     UnsupportedLayoutError,
@@ -29,9 +32,11 @@ if TYPE_CHECKING:
     from wellcond.attention.layout import fused_site, query_and_kv_site, separate_site
     from wellcond.attention.site import AttentionSite, Slot
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
+    from wellcond.conditioning.methods import register_condition
     from wellcond.doctor.diagnose import diagnose
-    from wellcond.doctor.records import Diagnosis, DiagnosisError, Finding, LayerFacts, TokenFacts
+    from wellcond.doctor.records import Diagnosis, Finding, LayerFacts, TokenFacts
     from wellcond.init.apply import init_
+    from wellcond.init.plan import register_init
     from wellcond.jacobian.spectrum import jacobian_spectrum
     from wellcond.linalg.records import JacobianSpectrum, Spectrum
     from wellcond.linalg.spectrum import spectrum
@@ -58,7 +63,9 @@ __all__ = [
     "MeasureSettings",
     "MeasurementReport",
     "MissingExtraError",
+    "MissingFileError",
     "NumericalWarning",
+    "OptionError",
     "SiteNotFoundError",
     "Slot",
     "Spectrum",
@@ -81,6 +88,8 @@ __all__ = [
     "query_and_kv_site",
     "recondition_",
     "register_adapter",
+    "register_condition",
+    "register_init",
     "separate_site",
     "spectrum",
 ]
@@ -93,8 +102,10 @@ _LAZY = {
     "attention.site": ("AttentionSite", "Slot"),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
     "doctor.diagnose": ("diagnose",),
-    "doctor.records": ("Diagnosis", "DiagnosisError", "Finding", "LayerFacts", "TokenFacts"),
+    "doctor.records": ("Diagnosis", "Finding", "LayerFacts", "TokenFacts"),
+    "conditioning.methods": ("register_condition",),
     "init.apply": ("init_",),
+    "init.plan": ("register_init",),
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),
     "measurement.measure": ("HeadReport", "LayerReport", "MeasurementReport", "MeasureSettings", "measure"),

@@ -1,10 +1,16 @@
-"""Every exception and warning of the package; each carries its own message."""
+"""Every exception and warning that reaches a user; each says what was expected, what was found and what to do.
+
+What an exception was made of is in its attributes, where a program may want it: `expected` and `found`, `path`, ...
+"""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 DEBUG_VARIABLE = "WELLCOND_DEBUG"
 """Environment variable that shows the traceback of every error, as --debug does; worker processes inherit it."""
@@ -66,24 +72,45 @@ class UnsupportedLayoutError(WellcondError, ValueError):
 class MissingExtraError(WellcondError, ImportError):
     """An optional dependency is needed for what was asked."""
 
-    def __init__(self, package: str, extra: str) -> None:
+    def __init__(self, package: str, extra: str, problem: str = "which is not installed") -> None:
         """Name the package and the install line."""
-        super().__init__(f"this needs {package}, which is not installed. Run: pip install 'wellcond[{extra}]'")
+        self.package = package
+        self.extra = extra
+        super().__init__(f"this needs {package}, {problem}. Run: pip install 'wellcond[{extra}]'")
 
 
 @contextlib.contextmanager
-def needs_extra(package: str, extra: str) -> Iterator[None]:
+def needs_extra(package: str, extra: str, *modules: str) -> Iterator[None]:
     """Around imports of an optional dependency: without it, the error names the install line.
 
-    Raises: MissingExtraError.
+    Args:
+        package: its name, as pip knows it.
+        extra: of wellcond, that installs it.
+        *modules: names under which it is imported, where they are others.
+
+    Raises: MissingExtraError; where the package is there but fails to import, with the reason.
     """
     try:
         yield
     except ImportError as error:
-        raise MissingExtraError(package, extra) from error
+        name = (error.name or "").partition(".")[0]
+        absent = isinstance(error, ModuleNotFoundError) and sys.modules.get(name) is None
+        if absent and name in (modules or (package,)):
+            raise MissingExtraError(package, extra) from error
+        raise MissingExtraError(package, extra, f"which cannot be imported: {error}") from error
 
 
-class UnknownChoiceError(WellcondError, ValueError):
+class OptionError(WellcondError, ValueError):
+    """An option of another type, out of range, or without meaning beside the others."""
+
+    def __init__(self, message: str, *, expected: Any = None, found: Any = None) -> None:
+        """Keep what was expected and what was found."""
+        self.expected = expected
+        self.found = found
+        super().__init__(message)
+
+
+class UnknownChoiceError(OptionError):
     """A method or an option that does not exist."""
 
     def __init__(self, what: str, got: object, choices: Sequence[object], *, advice: str = "") -> None:
@@ -91,9 +118,12 @@ class UnknownChoiceError(WellcondError, ValueError):
         listed = ", ".join(repr(choice) for choice in choices)
         near = difflib.get_close_matches(str(got), [choice for choice in choices if isinstance(choice, str)], 1)
         meant = f" Did you mean {near[0]!r}?" if near else ""
-        super().__init__(
-            (f"{advice}\n  " if advice else "") + f"unknown {what}: got {got!r}, expected one of {listed}.{meant}"
-        )
+        text = f"unknown {what}: got {got!r}, expected one of {listed}.{meant}"
+        super().__init__(f"{advice}\n  {text}" if advice else text, expected=tuple(choices), found=got)
+
+
+class MissingFileError(WellcondError, FileNotFoundError):
+    """A file that was named is not there."""
 
 
 class WeightError(WellcondError, ValueError):
@@ -106,6 +136,112 @@ class ConditioningError(WellcondError, RuntimeError):
 
 class CheckpointMismatchError(WellcondError, RuntimeError):
     """A checkpoint was written under another correction than the model carries."""
+
+
+# Measuring.
+
+
+class NotDefinedError(WellcondError, ValueError):
+    """A convention or a method that is not defined for this attention."""
+
+
+class NotPlainError(WellcondError, ValueError):
+    """An attention whose heads are not softmax(s Q K^T + bias) V of the tokens captured."""
+
+
+class ReplayError(WellcondError, RuntimeError):
+    """An attention module does not give again what it gave in its model."""
+
+
+class CopyError(WellcondError, RuntimeError):
+    """An attention module holds something that cannot be copied."""
+
+
+class MemoryLimitError(WellcondError, MemoryError):
+    """A method would need more memory than there is."""
+
+
+class TooLongError(WellcondError):
+    """A spectrum was not begun, because it is expected to take longer than it may."""
+
+    def __init__(self, seconds: float, shown: str) -> None:
+        """Keep the seconds; `shown` is their number in words."""
+        super().__init__(f"kappa(J) was not measured: it was expected to take up to {shown}")
+        self.seconds = seconds
+
+
+class ReportError(WellcondError, ValueError):
+    """A file that is no report of a measurement, or of another one."""
+
+
+class ReportDataError(WellcondError, ValueError):
+    """Data that is not a measurement."""
+
+
+class DiagnosisError(WellcondError, ValueError):
+    """A file that is no diagnosis, or a model that cannot be diagnosed."""
+
+
+class HypothesisError(WellcondError, ValueError):
+    """A statement was asked for outside its hypotheses."""
+
+    def __init__(self, statement: Any) -> None:
+        """List the hypotheses of an `AbstractStatement` that fail, with their numbers."""
+        self.statement = statement
+        failed = [
+            f"  failed: {h.text} ({', '.join(f'{key} = {number:g}' for key, number in h.numbers.items())})"
+            for h in statement.hypotheses
+            if not h.holds
+        ]
+        super().__init__(
+            f"{statement.name} says nothing here, because its hypotheses do not all hold.\n" + "\n".join(failed) + "\n"
+            "  Pass strict=False to get the record with value None instead of this error."
+        )
+
+
+# Models, data and runs of the laboratory.
+
+
+class ModelSpecError(WellcondError, ValueError):
+    """A MODEL argument that does not lead to a model."""
+
+
+class ModelTooLargeError(WellcondError, MemoryError):
+    """A model that does not fit into memory."""
+
+
+class RecipeError(WellcondError, ValueError):
+    """A recipe that cannot be run, with the path, the value and what was expected."""
+
+
+class DataError(WellcondError, ValueError):
+    """Data that cannot be used as asked: which file and row, what was expected, what was found, what to do."""
+
+    def __init__(self, problem: str, *, expected: str, found: str, todo: str = "") -> None:
+        """Put the parts on lines of their own."""
+        self.expected = expected
+        self.found = found
+        super().__init__("\n  ".join([problem, f"expected: {expected}", f"found:    {found}", *filter(None, [todo])]))
+
+
+class RunError(WellcondError, RuntimeError):
+    """A run folder that cannot be used or written."""
+
+
+class FolderInUse(RunError):
+    """Another process holds the lock of this run."""
+
+
+class RunRecordError(WellcondError, ValueError):
+    """A stored run that is missing, broken, or of another version."""
+
+    def __init__(self, path: Path, problem: str, advice: str) -> None:
+        """Name the file and say what to do."""
+        self.path = path
+        super().__init__(f"{path}: {problem}\n  {advice}")
+
+
+# Warnings.
 
 
 class NumericalWarning(UserWarning):
@@ -141,36 +277,3 @@ def check_choice(what: str, got: object, choices: Sequence[object]) -> None:
         known = False
     if not known:
         raise UnknownChoiceError(what, got, choices)
-
-
-# The two verbs are told apart by their methods: a start is written once, a correction is part of every forward pass.
-
-METHODS_OF = {
-    "init_": (
-        "calibrated", "conditioned", "default", "gaussian", "mimetic", "nanochat", "orthogonal", "small", "t_fixup",
-        "weight_selection",
-    ),
-    "condition_": ("balanced", "identity", "polar"),
-}  # fmt: skip
-KINDS = {
-    "init_": ("initialisation method", "an initialisation, written once before training"),
-    "condition_": ("conditioning method", "a correction in every forward pass"),
-}
-
-
-def check_method(
-    verb: str, got: object, choices: Sequence[str], *, instead: str = 'wellcond.{verb}(model, "{got}")'
-) -> None:
-    """Raise `UnknownChoiceError` unless `got` is a method of a verb; a method of the other verb is told apart.
-
-    Args:
-        verb: ``init_`` or ``condition_``.
-        got: what was asked for.
-        choices: methods of the verb.
-        instead: what to type for a method of the other verb.
-    """
-    if got in choices:
-        return
-    other = next((name for name, methods in METHODS_OF.items() if name != verb and got in methods), None)
-    advice = f"{got!r} is {KINDS[other][1]}: use {instead.format(verb=other, got=got)}" if other else ""
-    raise UnknownChoiceError(KINDS[verb][0], got, choices, advice=advice)

@@ -4,9 +4,6 @@ import pytest
 from torch import nn
 
 import wellcond as wc
-from wellcond.conditioning.methods import METHODS as CORRECTIONS
-from wellcond.errors import METHODS_OF
-from wellcond.init.apply import METHODS as INITIALISATIONS
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +38,3 @@ def test_other_paths_are_answered_with_those_there_are(path, message, sites):
     with pytest.raises(KeyError) as told:
         sites[path]
     assert str(told.value).startswith(message) and isinstance(told.value, wc.SiteNotFoundError)
-
-
-def test_the_methods_of_the_two_verbs_are_known_apart():
-    assert sorted(INITIALISATIONS) == list(METHODS_OF["init_"])
-    assert sorted(CORRECTIONS) == list(METHODS_OF["condition_"])

@@ -5,6 +5,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 import wellcond as wc
+from far_device import FAR, Far, FarDevice
+from wellcond.linalg.orthogonal import polar
 from wellcond.linalg.spectrum import has_float64, singular_values, spectra, spectrum, to_float64
 
 
@@ -71,3 +73,18 @@ def test_tensors_on_such_a_device_are_taken_as_arguments():
     x, w, mask = torch.randn(4, 6), torch.randn(3, 2, 6), torch.ones(4, 4).tril().bool()
     found = wc.jacobian_spectrum(WithoutDouble(x), *map(WithoutDouble, w), mask=WithoutDouble(mask))
     assert found == wc.jacobian_spectrum(x, *w, mask=mask)
+
+
+@pytest.mark.parametrize(
+    "matrix", [[[1.0, 1.0], [1.0, 1.0 + 1e-4]], [[3.0, 0.0], [0.0, 0.0]], [[torch.nan, 1.0], [1.0, 1.0]]]
+)
+def test_polar_factors_are_computed_where_there_is_float64(matrix, monkeypatch):
+    matrices = torch.tensor([matrix, [[1.0, 2.0], [3.0, 4.0]]])
+    expected = polar(matrices)
+    monkeypatch.setattr("wellcond.linalg.spectrum.has_float64", lambda device: device.type != "cuda")
+    with FarDevice() as device:
+        found = polar(matrices.to(FAR))
+        for name in ("factor", "sigma_max", "sigma_min"):
+            assert isinstance(getattr(found, name), Far)
+            assert torch.equal(getattr(found, name).cpu().nan_to_num(), getattr(expected, name).nan_to_num())
+        assert not device.calls["double"]

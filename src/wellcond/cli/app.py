@@ -17,7 +17,7 @@ import typer
 from typer import Argument, Option
 
 import wellcond
-from wellcond.errors import DEBUG_VARIABLE, MissingExtraError, WeightError, WellcondError
+from wellcond.errors import DEBUG_VARIABLE, MissingExtraError, OptionError, WeightError
 from wellcond.lab.models.build import build_model, check_model, parse_values
 
 if TYPE_CHECKING:
@@ -106,10 +106,6 @@ def need_train_extra() -> None:
 FILE_ENDINGS = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MOST_SEEDS, FIRST_TUNING_SEED = 10_000, 1000
-
-
-class OptionError(WellcondError, ValueError):
-    """An option that has no meaning, or an input or output of it that does not fit or cannot be used."""
 
 
 def check_outputs(*paths: Path | None, force: bool, suffix: str = "") -> None:

@@ -36,7 +36,7 @@ MOST_RANDOM = 500_000_000
 CALIBRATED = "calibrated"
 METHOD_HELP = (
     f"{recommended.METHOD}, with --input, is recommended; {recommended.WITHOUT_TOKENS} for image models without "
-    "learned positions (Swin, XCiT); or default, conditioned, ..."
+    "learned positions (Swin, XCiT); or default, conditioned, ...: a wrong name lists all."
 )
 NO_WEIGHTS = "Built without weights, since random ones of this size say nothing; give real ones: --weights, hf:PATH."
 

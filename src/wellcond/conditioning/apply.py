@@ -33,7 +33,7 @@ from wellcond.conditioning.attach import Attachment, attach, detach, readers_in
 from wellcond.conditioning.checkpoint import Marker, make_marker, mark, marker_of, taken_marker, unmark
 from wellcond.conditioning.corrections import AbstractCorrection, FrozenCorrection, SpectralCorrection
 from wellcond.conditioning.methods import METHODS, Method, per_projection
-from wellcond.errors import ConditioningError, UnknownChoiceError, WeightError, check_method
+from wellcond.errors import ConditioningError, UnknownChoiceError, WeightError
 
 
 @torch.inference_mode(False)
@@ -146,7 +146,7 @@ def make_method(method: str, options: dict[str, Any]) -> Method:
 
     Raises: UnknownChoiceError for either.
     """
-    check_method("condition_", method, sorted(METHODS))
+    METHODS.check(method)
     known = list(inspect.signature(METHODS[method]).parameters)
     for name in options:
         if name not in known:

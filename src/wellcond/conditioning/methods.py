@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from wellcond.attention.site import Slot
 from wellcond.conditioning.corrections import IdentityCorrection, IdentityPart, Mixture, SpectralCorrection
 from wellcond.errors import check_choice
+from wellcond.registry import CORRECTIONS as METHODS
 
 Layout = Literal["joint", "per_head"]
 PartBuilder = Callable[[list[tuple[str, Slot]]], IdentityCorrection | SpectralCorrection]
@@ -51,14 +52,11 @@ def dotless(number: float) -> str:
     return f"{'-' * sign}{''.join(map(str, digits))}e{exponent}"
 
 
-METHODS: dict[str, Callable[..., Method]] = {}
-
-
 def register_condition(name: str) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
     """Decorate a function `(**options) -> Method`."""
 
     def decorate(make: Callable[..., Method]) -> Callable[..., Method]:
-        METHODS[name] = make
+        METHODS.register(name, make)
         return make
 
     return decorate

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.sharding import any_distributed, gather_model
 from wellcond.conditioning.checkpoint import find_markers, read_settings
-from wellcond.errors import WeightError, needs_extra
+from wellcond.errors import MissingFileError, WeightError, needs_extra
 from wellcond.files import opened_atomically
 
 
@@ -35,10 +35,10 @@ def read_state_dict(path: Path, *, averaged: bool = False) -> dict[str, Tensor]:
         path: .safetensors, or what torch.save wrote.
         averaged: the moving average that timm's train script saves beside the model.
 
-    Raises: WeightError if it is missing, damaged, or holds anything but tensors, or no average.
+    Raises: MissingFileError; WeightError if it is damaged, or holds anything but tensors, or no average.
     """
     if not path.is_file():
-        raise WeightError(f"no such weights file: {path}")
+        raise MissingFileError(f"no such weights file: {path}")
     if path.suffix == ".safetensors":
         if averaged:
             raise WeightError(f"{path}: {NO_AVERAGE}, and a safetensors file holds one model")

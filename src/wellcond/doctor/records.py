@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from wellcond.errors import WellcondError
+from wellcond.errors import DiagnosisError
 from wellcond.files import json_ready
 from wellcond.linalg.records import restore
 from wellcond.measurement.frames import make_frame
@@ -19,10 +19,6 @@ SEVERITIES: dict[Severity, str] = {
     "warning": "our records show that it costs quality",
     "note": "worth knowing; no harm is shown",
 }
-
-
-class DiagnosisError(WellcondError, ValueError):
-    """A file that is no diagnosis, or a model that cannot be diagnosed."""
 
 
 @dataclass(frozen=True, kw_only=True)

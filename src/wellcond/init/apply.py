@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-import wellcond.init.calibrated
-import wellcond.init.conditioned
-import wellcond.init.mimetic
-import wellcond.init.nanochat
-import wellcond.init.selection
-import wellcond.init.standard
-import wellcond.init.whole_blocks  # noqa: F401  (each registers its methods)
 from wellcond.arguments import describe
 from wellcond.attention.checks import Chosen, check_writable, choose_projections, choose_sites
 from wellcond.attention.rollback import Rollback
-from wellcond.attention.sharding import find_ddp, is_distributed, reshard_, unwrap
+from wellcond.attention.sharding import find_ddp, reshard_, unwrap
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import EvidenceWarning, UnknownChoiceError, check_method
+from wellcond.errors import EvidenceWarning
 from wellcond.init import recommended
-from wellcond.init.options import check_values
-from wellcond.init.plan import CHECKS, METHODS, InitContext, Write, checked
+from wellcond.init.plan import FACTS, METHODS, InitContext, checked
+from wellcond.registry import check_names, check_values, options_of, with_defaults
 
-VALUES_AT_ONE = ("conditioned", "gaussian", "orthogonal")
-"""Methods whose W_V puts out tokens as large as those that it reads."""
+LOGGER = logging.getLogger("wellcond")
 
 
 def init_(
@@ -41,16 +33,16 @@ def init_(
 ) -> nn.Module:
     """Initialise the attention projections of a model in place.
 
-    Everything is planned before anything is written, and a failure while writing is undone: an error of any kind,
-    an interrupt included, leaves the model as it was.
+    An error of any kind, an interrupt included, leaves the model as it was. One line says what was done, to the logger
+    ``wellcond`` at the level INFO.
 
     Sharded weights (FSDP2, tensor parallelism) and replicated ones (DDP) become those that rank 0 draws, the same as in
     a single process; every rank must call this.
 
     Args:
         model: any model whose attention `find_attention` recognises.
-        method: ``calibrated``, the recommended one, which needs ``batch=``; ``gaussian``, ``conditioned``,
-            ``orthogonal``, ``mimetic``, ``nanochat``, ``small``, ``t_fixup``, ``weight_selection`` or ``default``.
+        method: ``calibrated``, the recommended one, which needs ``batch=``; another method of the documentation such as
+            ``gaussian`` or ``conditioned`` (a wrong name lists all); or one of `register_init`.
         sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``; all by default.
         generator: source of randomness; torch's global one if None. A seed gives the same weights whatever the
             storage layout, dtype or device.
@@ -60,7 +52,7 @@ def init_(
 
     Raises:
         UnknownChoiceError: a method or option that does not exist.
-        ValueError: an option of another type or out of range.
+        OptionError: an option of another type or out of range.
         AttentionNotFoundError, UnsupportedLayoutError: from `find_attention`.
         WeightError: parameters that it would write on the meta device, quantised, frozen or tied.
         ConditioningError: a conditioned model; initialise before conditioning.
@@ -76,7 +68,7 @@ def init_(
 
     Reference: Saratchandran and Lucey, Conditioned Initialization for Attention, section 3.3.
     """
-    check_method("init_", method, sorted(METHODS))
+    METHODS.check(method)
     check_options(method, options)
     inner = unwrap(model)
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -84,48 +76,42 @@ def init_(
     reshard_(inner)
     chosen = choose_sites(inner, sites)
     check_writable(inner, chosen, written_projections(method, options), "wellcond.init_")
-    rollback = Rollback(inner)
+    context = InitContext(inner, chosen, generator, Rollback(inner))
     try:
-        writes = METHODS[method](InitContext(inner, chosen, generator, rollback), **options)
-        plan = list(checked(writes, next(filter(is_distributed, inner.parameters()), None)))
-        _warn_of_values(method, options, chosen)
-        for write in plan:
-            rollback.keep(write.parameter)
-        for write in plan:
+        written: dict[int, Tensor] = {}
+        values = 0
+        for write in checked(context, METHODS[method](context, **options)):
+            context.rollback.keep(write.parameter)
             write.commit_()
-        _send_to_replicas(model, plan)
+            written[id(write.parameter)] = write.parameter
+            values += write.values.numel()
+        _send_to_replicas(model, written.values())
+        warn = FACTS[method].warn
+        text = None if warn is None else warn(chosen, with_defaults(METHODS[method], options))
+        if text is not None:
+            warnings.warn(f"init_(model, {method!r}): {text}", EvidenceWarning, stacklevel=2)
+        _log(method, chosen, len(written), values)
     except BaseException:
-        rollback.restore()
+        context.rollback.restore()
         raise
     return model
 
 
-def _warn_of_values(method: str, options: dict[str, Any], sites: Sequence[AttentionSite]) -> None:
-    """Warn of W_V at scale 1 under a causal mask, unless something else about the start makes up for it."""
-    given = {name: options.get(name, parameter.default) for name, parameter in _options(method).items()}
-    large = method in VALUES_AT_ONE and "v" in given["projections"] and given.get("std") is None
-    mended = given.get("value_scale", 1.0) != 1.0 or given.get("match_norm") or given.get("keys") == "tied"
-    causal = next((site for site in sites if site.causal), None)
-    if causal is None or not large or mended:
-        return
-    avoid = "projections='qk'" + (" or value_scale='default'" if "value_scale" in given else "")
-    warnings.warn(
-        f"init_(model, {method!r}) starts W_V at scale 1, and {causal.name or 'the model'} is causal: an average of "
-        "the past then outweighs the token that it is added to. A small GPT-2 had perplexity 56.6 with 'conditioned', "
-        f"44.6 with it on Q and K alone and 45.7 by default (results/evidence/causal). Use {avoid}.",
-        EvidenceWarning,
-        stacklevel=3,
-    )
+def _log(method: str, sites: Sequence[AttentionSite], parameters: int, values: int) -> None:
+    layers = f"{len(sites)} attention layer{'s' * (len(sites) != 1)}"
+    heads = sum(site.num_heads for site in sites)
+    size = f"{values / 1e6:.1f} M" if values >= 1e5 else f"{values:,}"
+    LOGGER.info("%s: %s, %d heads, %d parameters (%s values) initialised", method, layers, heads, parameters, size)
 
 
 @torch.no_grad()
-def _send_to_replicas(model: nn.Module, plan: list[Write]) -> None:
+def _send_to_replicas(model: nn.Module, parameters: Iterable[Tensor]) -> None:
     """Give what the first process of DistributedDataParallel wrote to the others, whose random state may be another."""
     ddp = find_ddp(model)
     if ddp is None:
         return
     source = torch.distributed.get_global_rank(ddp.process_group, 0)
-    for parameter in {id(write.parameter): write.parameter for write in plan}.values():
+    for parameter in parameters:
         torch.distributed.broadcast(parameter.data, source, group=ddp.process_group)
 
 
@@ -134,37 +120,24 @@ def check_options(method: str, options: dict[str, Any]) -> None:
 
     Raises:
         UnknownChoiceError: an option that the method does not have, or none of its choices.
-        ValueError: one that it needs is missing, or has a value of another type or out of range.
+        OptionError: one that it needs is missing, or has a value of another type or out of range.
     """
-    check_names(method, options)
+    check_names(METHODS[method], method, options)
     check_values(METHODS[method], method, options)
-    if method in CHECKS:
-        CHECKS[method](**options)
+    check = FACTS[method].check
+    if check is not None:
+        check(**options)
 
 
-def check_names(method: str, options: dict[str, Any]) -> None:
-    """Raise UnknownChoiceError for an option the method does not have, ValueError for one it needs."""
-    parameters = _options(method)
-    for name in options:
-        if name not in parameters:
-            raise UnknownChoiceError(f"option of {method!r}", name, list(parameters))
-    missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in options]
-    if missing:
-        raise ValueError(f"{method!r} needs the option {missing[0]}=")
+def takes_batch(method: str) -> bool:
+    """Whether an initialisation runs the model on a batch."""
+    return "batch" in options_of(METHODS[method])
 
 
 def written_projections(method: str, options: dict[str, Any]) -> str:
-    """Letters of the projections that a method rewrites with these options.
-
-    A method with the option ``projections`` writes those, one with ``output`` writes W_O if that is set; a method with
-    neither writes everything.
-    """
-    given = {name: options.get(name, parameter.default) for name, parameter in _options(method).items()}
+    """Letters of the projections that a method rewrites with these options; see `register_init`."""
+    given = with_defaults(METHODS[method], options)
+    if "projections" not in given and "output" not in given:
+        return FACTS[method].projections
     rewritten = choose_projections(given.get("projections", "qkv"))
-    with_output = given.get("output", "projections" not in given)
-    return rewritten + "o" if with_output else rewritten
-
-
-def _options(method: str) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(METHODS[method]).parameters
-    return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    return rewritten + "o" if given.get("output") else rewritten

@@ -27,11 +27,11 @@ from wellcond.attention.sharding import broadcast_from_rank_zero, is_distributed
 from wellcond.attention.signals import HOW_TO_SEE, Signals, read_signals, root_mean_square
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import WeightError
-from wellcond.init.options import PositiveFloat
-from wellcond.init.plan import InitContext, ParameterWrite, Write, register_init
+from wellcond.init.plan import InitContext, Write, register_init
 from wellcond.init.positions import Position, position_writes
 from wellcond.init.tokens import embedding_layers, embedding_spread, position_tables
 from wellcond.linalg.orthogonal import draw_normal, random_semi_orthogonal
+from wellcond.registry import PositiveFloat
 
 Start = Literal["gaussian", "semi_orthogonal", "keep"]
 ROUNDS = 12
@@ -108,7 +108,7 @@ class _Draft(contextlib.AbstractContextManager["_Draft"]):
         if kind is None:
             for parameter, _ in self.before.values():
                 name = self.names.get(id(parameter), "a parameter")
-                self.planned.append(ParameterWrite(name, parameter, whole(parameter).detach().clone()))
+                self.planned.append(Write(name, parameter, whole(parameter).detach().clone()))
         with torch.no_grad():
             for parameter, old in self.before.values():
                 local_part(parameter).copy_(old)
@@ -122,7 +122,7 @@ class _Draft(contextlib.AbstractContextManager["_Draft"]):
     def set_(self, parameter: Tensor, values: Tensor) -> None:
         """Whole new values."""
         self.touch(parameter)
-        ParameterWrite("", parameter, _shared(values, parameter)).commit_()
+        Write("", parameter, _shared(values, parameter)).commit_()
 
     @torch.no_grad()
     def scale_(self, parameter: Tensor | None, factor: float) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.errors import WeightError
-from wellcond.init.plan import ParameterWrite, Write
+from wellcond.init.plan import Write
 
 Position = Literal["keep", "sincos2d", "sincos1d"]
 EMBEDDING_NAMES = ("wpe", "position_embeddings", "position_embedding", "embed_positions", "pos_emb", "pos_embedding")
@@ -39,7 +39,7 @@ def position_writes(model: nn.Module, position: Position) -> Iterator[Write]:
     yield _vision_table(model) if position == "sincos2d" else _sequence_table(model)
 
 
-def _vision_table(model: nn.Module) -> ParameterWrite:
+def _vision_table(model: nn.Module) -> Write:
     table = getattr(model, "pos_embed", None)
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
     if not isinstance(table, nn.Parameter) or table.dim() != 3 or grid is None or table.shape[2] % 4:
@@ -52,17 +52,17 @@ def _vision_table(model: nn.Module) -> ParameterWrite:
     # Class and register tokens come first and have no place on the grid: zero rows.
     prefix = table.shape[1] - height * width
     values = torch.cat([torch.zeros(prefix, table.shape[2], dtype=torch.float64), patches])[None]
-    return ParameterWrite("pos_embed", table, values.to(table.device, table.dtype))
+    return Write("pos_embed", table, values.to(table.device, table.dtype))
 
 
-def _sequence_table(model: nn.Module) -> ParameterWrite:
+def _sequence_table(model: nn.Module) -> Write:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in EMBEDDING_NAMES:
             table = module.weight
             if table.shape[1] % 2:
                 break
             values = sincos_1d(torch.arange(table.shape[0]), table.shape[1])
-            return ParameterWrite(name, table, values.to(table.device, table.dtype))
+            return Write(name, table, values.to(table.device, table.dtype))
     raise WeightError(
         f"position='sincos1d' needs an nn.Embedding of even width named one of {', '.join(EMBEDDING_NAMES)}; "
         "this model has none. Use position='keep'."

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from wellcond.attention.effective import is_conditioned
 from wellcond.attention.find import find_attention, scan_attention
-from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import ConditioningError, UnsupportedLayoutError, WeightError
-from wellcond.init.plan import InitContext, ParameterWrite, Write, register_init
+from wellcond.init.plan import InitContext, Write, register_init
 
 Layout = Literal["blind", "heads"]
 
@@ -29,11 +28,18 @@ def select_indices(teacher_size: int, student_size: int) -> Tensor:
     return torch.linspace(0, teacher_size - 1, student_size).round().long()
 
 
-def select(teacher: Tensor, shape: torch.Size, *, axes: dict[int, Tensor] | None = None) -> Tensor:
-    """Pick a student's tensor out of a teacher's, axis by axis; `axes` overrides the rule on some axes."""
+def select(teacher: Tensor, shape: torch.Size, what: str) -> Tensor:
+    """Pick a student's tensor out of a teacher's by the rule on every axis; `what` names it in a message.
+
+    Raises: WeightError for a teacher's tensor that is smaller.
+    """
+    if teacher.dim() != len(shape) or any(t < s for t, s in zip(teacher.shape, shape, strict=True)):
+        raise WeightError(
+            f"{what}: cannot select {tuple(shape)} from the teacher's {tuple(teacher.shape)}; "
+            "expected a teacher at least as large on every axis"
+        )
     for axis, size in enumerate(shape):
-        chosen = (axes or {}).get(axis)
-        indices = select_indices(teacher.shape[axis], size) if chosen is None else chosen
+        indices = select_indices(teacher.shape[axis], size)
         teacher = teacher.index_select(axis, indices.to(teacher.device))
     return teacher
 
@@ -61,22 +67,19 @@ def weight_selection(
                 f"the {who} is conditioned, so its stored weights are not the ones it uses: fold_ it first"
             )
     teacher_state = teacher.state_dict()
-    by_heads = _head_axes(context.model, teacher) if layout == "heads" else {}
+    by_heads = _pick_heads(context.model, teacher) if layout == "heads" else {}
     is_excluded = exclusion(context.model, exclude)
     for name, target in context.model.state_dict(keep_vars=True).items():
         if is_excluded(name) or not target.dtype.is_floating_point:
+            continue
+        if id(target) in by_heads:
+            yield from by_heads[id(target)]
             continue
         if name not in teacher_state:
             raise WeightError(
                 f"the teacher has no weight {name!r}: expected the same family and at least as many layers"
             )
-        source = teacher_state[name]
-        if source.dim() != target.dim() or any(t < s for t, s in zip(source.shape, target.shape, strict=True)):
-            raise WeightError(
-                f"{name}: cannot select {tuple(target.shape)} from the teacher's {tuple(source.shape)}; "
-                "expected a teacher at least as large on every axis"
-            )
-        yield ParameterWrite(name, target, select(source, target.shape, axes=by_heads.get(name)))
+        yield Write(name, target, select(teacher_state[name], target.shape, name))
 
 
 def exclusion(model: nn.Module, exclude: Sequence[str]) -> Callable[[str], bool]:
@@ -100,63 +103,44 @@ def exclusion(model: nn.Module, exclude: Sequence[str]) -> Callable[[str], bool]
     return is_excluded
 
 
-def _head_axes(student: nn.Module, teacher: nn.Module) -> dict[str, dict[int, Tensor]]:
-    """For every stored weight and bias of an attention: which positions of the teacher's head axis to take."""
+def _pick_heads(student: nn.Module, teacher: nn.Module) -> dict[int, list[Write]]:
+    """Writes of whole heads into the weights and biases of Q, K, V and the weight of W_O, by the id of a parameter."""
     teachers = {site.name: site for site in find_attention(teacher)}
-    names = {id(module): name for name, module in student.named_modules()}
-    axes: dict[str, dict[int, Tensor]] = {}
+    writes: dict[int, list[Write]] = {}
+    covered: dict[int, Tensor] = {}
+
+    def add(write: Write) -> Tensor:
+        """Plan a write; returns a mask of what is written of its parameter so far."""
+        parameter = write.parameter
+        writes.setdefault(id(parameter), []).append(write)
+        return covered.setdefault(id(parameter), torch.zeros(parameter.shape, dtype=torch.bool))
+
     for site in find_attention(student):
         other = teachers.get(site.name)
         if other is None:
             raise WeightError(f"the teacher has no attention {site.name!r}: expected the same family")
         for role, slot in site.slots.items():
-            owner_name = names[id(slot.owner)]
-            weight_key = f"{owner_name}.{slot.weight_name}" if owner_name else slot.weight_name
-            if slot.is_stacked:
+            large = other.slots.get(role)
+            if large is None or large.num_heads < slot.num_heads or large.head_dim < slot.head_dim:
+                found = "none" if large is None else f"{large.num_heads} of width {large.head_dim}"
                 raise UnsupportedLayoutError(
                     site.name,
-                    "its weight is a stack of matrices, from which heads cannot be picked; use layout='blind'.",
+                    f"cannot pick {slot.num_heads} heads of width {slot.head_dim} from the teacher's {found}.",
                     class_name=type(site.module).__name__,
                 )
-            positions = _teacher_positions(site, slot, other.slots[role])
-            weight_axis = int(slot.heads_on_input != slot.transposed)
-            _assign(axes, weight_key, weight_axis, slot.parameter.shape, slot.rows, positions)
-            if slot.bias_name is None or slot.heads_on_input:
-                continue
-            bias_owner = names[id(slot.bias_owner or slot.owner)]
-            bias_key = f"{bias_owner}.{slot.bias_name}" if bias_owner else slot.bias_name
-            rows = slot.rows if slot.bias_rows is None else slot.bias_rows
-            teacher_slot = other.slots[role]
-            bias_positions = positions
-            if slot.bias_rows is not None and teacher_slot.bias_rows is not None:
-                bias_positions = _teacher_positions(site, slot, teacher_slot, teacher_rows=teacher_slot.bias_rows)
-            bias = getattr(slot.bias_owner or slot.owner, slot.bias_name)
-            _assign(axes, bias_key, 0, bias.shape, rows, bias_positions)
-    for key, tables in axes.items():
-        for table in tables.values():
-            if bool((table < 0).any()):
-                raise UnsupportedLayoutError(
-                    key,
-                    "this weight holds more than q, k and v (a gate, an MLP), so heads cannot be picked from it; "
-                    "use layout='blind'.",
-                )
-    return axes
-
-
-def _teacher_positions(site: AttentionSite, slot: Slot, teacher: Slot, *, teacher_rows: Tensor | None = None) -> Tensor:
-    rows = teacher.rows if teacher_rows is None else teacher_rows
-    if teacher.num_heads < slot.num_heads or teacher.head_dim < slot.head_dim:
-        raise UnsupportedLayoutError(
-            site.name,
-            f"cannot pick {slot.num_heads} heads of width {slot.head_dim} from the teacher's "
-            f"{teacher.num_heads} of width {teacher.head_dim}.",
-            class_name=type(site.module).__name__,
-        )
-    return select(rows, slot.rows.shape)
-
-
-def _assign(
-    axes: dict[str, dict[int, Tensor]], key: str, axis: int, shape: torch.Size, rows: Tensor, positions: Tensor
-) -> None:
-    table = axes.setdefault(key, {}).setdefault(axis, torch.full((shape[axis],), -1))
-    table[rows.flatten()] = positions.flatten()
+            what = f"{site.name} ({role})"
+            heads = select(large.read_raw().detach(), slot.read_raw().shape, what)
+            slot.put_heads_(add(Write(what, slot, heads)), torch.ones(heads.shape, dtype=torch.bool))
+            own, picked = slot.read_bias(), large.read_bias()
+            if own is not None and picked is not None and role != "o":
+                chosen = select(picked.detach(), own.shape, f"{what} bias")
+                rows = slot.rows if slot.bias_rows is None else slot.bias_rows
+                add(Write(f"{what} bias", slot, chosen, to_bias=True)).view(-1)[rows.flatten()] = True
+    for key, mask in covered.items():
+        if not bool(mask.all()):
+            raise UnsupportedLayoutError(
+                writes[key][0].what,
+                "this weight holds more than q, k and v (a gate, an MLP), so heads cannot be picked from it; "
+                "use layout='blind'.",
+            )
+    return writes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,11 +16,10 @@ from torch import nn
 
 from wellcond.conditioning.apply import condition_, make_method
 from wellcond.conditioning.checkpoint import settings_of
-from wellcond.conditioning.methods import METHODS as CORRECTIONS
-from wellcond.errors import UnknownChoiceError, check_method
-from wellcond.init.apply import check_options, init_
-from wellcond.init.plan import METHODS as INITIALISATIONS
+from wellcond.errors import UnknownChoiceError
+from wellcond.init.apply import check_options, init_, takes_batch
 from wellcond.measurement.budget import TrackingOptions
+from wellcond.registry import CORRECTIONS, INITIALISATIONS
 
 Choice = str | Mapping[str, Any]
 
@@ -45,7 +43,7 @@ def check_choices(init: Choice | None, condition: Choice | None, batch: Any = No
     """
     if init is not None:
         method, options = read_choice("init", init)
-        check_method("init_", method, sorted(INITIALISATIONS), instead='condition="{got}"')
+        INITIALISATIONS.check(method, instead='condition="{name}"')
         if takes_batch(method) and options.get("batch", batch) is None:
             raise ValueError(
                 f"init={method!r} sets scales on a batch, and none was given; give batch=..., what the model is called "
@@ -54,7 +52,7 @@ def check_choices(init: Choice | None, condition: Choice | None, batch: Any = No
         check_options(method, {key: value for key, value in options.items() if key not in ("sites", "generator")})
     if condition is not None:
         method, options = read_choice("condition", condition)
-        check_method("condition_", method, sorted(CORRECTIONS), instead='init="{got}"')
+        CORRECTIONS.check(method, instead='init="{name}"')
         make_method(method, {k: v for k, v in options.items() if k not in ("sites", "projections", "num_tokens")})
 
 
@@ -74,11 +72,6 @@ def apply_choices(model: nn.Module, init: Choice | None, condition: Choice | Non
         method, options = read_choice("condition", condition)
         condition_(model, method, **options)
     return model
-
-
-def takes_batch(method: str) -> bool:
-    """Whether an initialisation runs the model on a batch."""
-    return "batch" in inspect.signature(INITIALISATIONS[method]).parameters
 
 
 def without_batch(init: Choice | None) -> Choice | None:

@@ -39,7 +39,7 @@ from wellcond.measurement.tracker import TrackPoint
 try:
     import lightning.pytorch as pl
 except ImportError:
-    with needs_extra("lightning", "lightning"):
+    with needs_extra("lightning", "lightning", "pytorch_lightning"):
         import pytorch_lightning as pl  # type: ignore[no-redef]
 
 KEY = "wellcond"  # our entry in a checkpoint

@@ -16,14 +16,10 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from wellcond.errors import WellcondError
+from wellcond.errors import NotDefinedError
 from wellcond.jacobian.diagnosis import HeadDiagnosis
 from wellcond.jacobian.head import Blocks, Head
 from wellcond.theory.ranks import Structure
-
-
-class NotDefinedError(WellcondError, ValueError):
-    """A convention or a method that is not defined for this attention."""
 
 
 @dataclass(frozen=True, eq=False)

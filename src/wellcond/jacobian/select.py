@@ -29,7 +29,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from wellcond.errors import WellcondError, check_choice
+from wellcond.errors import MemoryLimitError, TooLongError, check_choice
 from wellcond.jacobian.form import AbstractForm
 from wellcond.linalg.records import Convention, JacobianSpectrum, MethodName, Status
 from wellcond.linalg.spectrum import BLOCK, MAX_STEPS, Estimate, default_rtol, largest_eigenvalue, resolve_rank
@@ -96,18 +96,6 @@ FACTORISED_PER_SECOND: Final = 4e10
 """Cubes of the number of outputs: 6 s at 6200, 110 s at 16384 if the factor has to be in float64, half of it if not."""
 OPERATIONS_PER_SECOND: Final = 1e9
 """Of everything that is not a large product of matrices."""
-
-
-class MemoryLimitError(WellcondError, MemoryError):
-    """A method would need more memory than there is."""
-
-
-class TooLongError(WellcondError):
-    """A spectrum was not begun, because it is expected to take longer than it may."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"kappa(J) was not measured: it was expected to take up to {show_seconds(seconds)}")
-        self.seconds = seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +266,7 @@ def check_admitted(tasks: Sequence[Task], admit: Callable[[float], bool] | None)
         return
     seconds = sum(expected_seconds(task) for task in tasks)
     if not admit(seconds):
-        raise TooLongError(seconds)
+        raise TooLongError(seconds, show_seconds(seconds))
 
 
 def show_seconds(seconds: float) -> str:

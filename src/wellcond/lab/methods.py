@@ -27,14 +27,14 @@ from wellcond.attention.checks import choose_projections
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.apply import condition_, make_method
-from wellcond.conditioning.methods import METHODS as CONDITIONS
 from wellcond.errors import EvidenceWarning, NumericalWarning, WellcondError, check_choice
-from wellcond.init.apply import check_names, check_options, init_
-from wellcond.init.options import check_values
-from wellcond.init.plan import METHODS as INITS
+from wellcond.init.apply import check_options, init_, takes_batch
 from wellcond.lab.models.changes import check_factors, scale_tokens_
 from wellcond.lab.models.trained import Build, load_teacher
 from wellcond.lab.settings import RecipeError, Settings, list_problems, plain_numbers, read_yaml
+from wellcond.registry import CORRECTIONS as CONDITIONS
+from wellcond.registry import INITIALISATIONS as INITS
+from wellcond.registry import check_names, check_values
 
 # Of these, the number of words tells the form: 1 a, 2 a+b, odd a(k=v, ...), even a+b(k=v, ...). So no two of them give
 # the same words; every other label gets a hash.
@@ -88,7 +88,7 @@ class MethodSettings(Settings):
             if self.init_options != {"library": True}:
                 raise ValueError("default(library=true) takes no other value and no other option")
         elif self.init == "weight_selection":  # the teacher is a path here, and a model only when it is applied
-            check_names(self.init, self.init_options)
+            check_names(INITS[self.init], self.init, self.init_options)
             others = {name: value for name, value in self.init_options.items() if name != "teacher"}
             check_values(INITS[self.init], self.init, others)
             if not isinstance(teacher := self.init_options["teacher"], str):
@@ -163,7 +163,7 @@ class MethodSettings(Settings):
             except WellcondError as error:
                 raise RecipeError(f"weight_selection from {self.init_options['teacher']}: {error}") from error
         elif self.init != "default" or (self.init_options and not self.library):
-            options = self.init_options | ({"batch": forward} if self.init == "calibrated" else {})
+            options = self.init_options | ({"batch": forward} if takes_batch(self.init) else {})
             # A comparison shows whether it is so.
             with warnings.catch_warnings(action="ignore", category=EvidenceWarning):
                 init_(model, self.init, sites=sites, generator=torch.Generator().manual_seed(seed), **options)

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from wellcond.errors import UnknownChoiceError, WellcondError
+from wellcond.errors import RecipeError, UnknownChoiceError
 
 Scale = Literal["tiny", "small", "paper"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -23,10 +23,6 @@ ImageSide = Annotated[int, Field(gt=0, le=2**14)]
 """In pixels."""
 MOST = 2**63 - 1
 """What torch holds in 64 bits."""
-
-
-class RecipeError(WellcondError, ValueError):
-    """A recipe that cannot be run, with the path, the value and what was expected."""
 
 
 class Settings(BaseModel):

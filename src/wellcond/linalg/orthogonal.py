@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import check_choice
+from wellcond.linalg import spectrum
 
 Source = Literal["svd", "qr"]
 
@@ -52,11 +53,11 @@ def polar(matrices: Tensor, *, times_norm: bool = False) -> Polar:
     finite = torch.isfinite(work).all(-1).all(-1) if suspicious else None
     if finite is not None:
         work = torch.where(finite[:, None, None], work, torch.zeros((), dtype=target, device=work.device))
-        result, _ = _polar_from_svd(work.double(), times_norm)
+        result, _ = _polar_from_svd(_in_float64(work), times_norm)
         result = Polar(
-            result.factor.to(target),
-            result.sigma_max.to(target).masked_fill(~finite, float("nan")),
-            result.sigma_min.to(target).masked_fill(~finite, float("nan")),
+            result.factor.to(work.device, target),
+            result.sigma_max.to(work.device, target).masked_fill(~finite, float("nan")),
+            result.sigma_min.to(work.device, target).masked_fill(~finite, float("nan")),
         )
     else:
         result, lost = _polar_from_gram(work, times_norm, gram)
@@ -90,17 +91,22 @@ def _polar_from_svd(wide: Tensor, times_norm: bool) -> tuple[Polar, Tensor]:
     return Polar(factor, s[:, 0], s[:, -1]), torch.zeros_like(s[:, 0])
 
 
+def _in_float64(tensor: Tensor) -> Tensor:
+    """The same numbers in float64, on the CPU where the device has none."""
+    return tensor.double() if spectrum.has_float64(tensor.device) else tensor.cpu().double()
+
+
 def _redo_where(
     mask: Tensor, work: Tensor, old: Polar, lost: Tensor, times_norm: bool, method: Callable[..., tuple[Polar, Tensor]]
 ) -> tuple[Polar, Tensor]:
     """Recompute the matrices in `mask` in float64 by `method`."""
     if not bool(mask.any()):
         return old, lost
-    new, new_lost = method(work[mask].double(), times_norm)
+    new, new_lost = method(_in_float64(work[mask]), times_norm)
 
     def merged(into: Tensor, values: Tensor) -> Tensor:
         into = into.clone()
-        into[mask] = values.to(into.dtype)
+        into[mask] = values.to(into.device, into.dtype)
         return into
 
     result = Polar(

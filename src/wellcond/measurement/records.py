@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from wellcond.errors import WellcondError
+from wellcond.errors import ReportError, WellcondError
 from wellcond.files import json_ready
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
 from wellcond.jacobian.layer import union_condition_number
@@ -28,10 +28,6 @@ Grouped = Literal["joint", "each"]
 
 # What a measurement may end in when numbers are NaN, infinite or too large to be squared.
 NUMERICAL = (WellcondError, ArithmeticError, torch.linalg.LinAlgError)
-
-
-class ReportError(WellcondError, ValueError):
-    """A file that is no report of a measurement, or of another one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from wellcond.errors import WellcondError
+from wellcond.errors import ReportDataError
 from wellcond.pages import environment, number, show
 
 SCHEMA = 1
@@ -16,10 +16,6 @@ DEAD = "background:#26282b;color:#fff"
 WIDTH, HEIGHT = 300, 130
 MOST_POINTS = 160
 Fields = dict[str, Any]
-
-
-class ReportDataError(WellcondError, ValueError):
-    """Data that is not a measurement."""
 
 
 def render_measurement(data: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from wellcond.errors import WellcondError
+from wellcond.errors import HypothesisError
 from wellcond.jacobian.head import Head
 
 Relation = Literal["<", "<=", "=", ">=", ">"]
@@ -90,23 +90,6 @@ class Bound(AbstractStatement):
         if self.relation in (">", ">="):
             return excess < -slack or (self.relation == ">" and excess <= 0)
         return abs(excess) > slack
-
-
-class HypothesisError(WellcondError, ValueError):
-    """A statement was asked for outside its hypotheses."""
-
-    def __init__(self, statement: AbstractStatement) -> None:
-        """List the hypotheses that fail, with their numbers."""
-        self.statement = statement
-        failed = [
-            f"  failed: {h.text} ({', '.join(f'{key} = {number:g}' for key, number in h.numbers.items())})"
-            for h in statement.hypotheses
-            if not h.holds
-        ]
-        super().__init__(
-            f"{statement.name} says nothing here, because its hypotheses do not all hold.\n" + "\n".join(failed) + "\n"
-            "  Pass strict=False to get the record with value None instead of this error."
-        )
 
 
 S = TypeVar("S", bound=AbstractStatement)

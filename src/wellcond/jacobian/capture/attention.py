@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from wellcond.attention.find import find_attention
 from wellcond.attention.record import JOINED, SiteCall, watch_sites
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.errors import UnsupportedLayoutError, WeightError, WellcondError
+from wellcond.errors import NotPlainError, UnsupportedLayoutError, WeightError
 from wellcond.jacobian.capture.align import align, candidates, head_views, is_map, logit_bias
 from wellcond.jacobian.head import Head
 from wellcond.linalg.spectrum import to_float64
 
 # Position decides which keys a query sees, and nothing else changes: masks, or windows as samples of their own.
 HARMLESS = ("local window",)
-
-
-class NotPlainError(WellcondError, ValueError):
-    """An attention whose heads are not softmax(s Q K^T + bias) V of the tokens captured."""
 
 
 @dataclass(frozen=True, eq=False)

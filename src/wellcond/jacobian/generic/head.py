@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wellcond.attention.record import ROLES
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.errors import WeightError, WellcondError
+from wellcond.errors import ReplayError, WeightError
 from wellcond.jacobian.capture.align import is_map, tolerance
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.form import ExplicitGram
@@ -43,10 +43,6 @@ def _batch_of(captured: CapturedAttention) -> BatchAxis:
 
 def _close(mine: Tensor, theirs: Tensor) -> bool:
     return mine.shape == theirs.shape and bool((mine - theirs).norm() <= 1e-9 * theirs.norm())
-
-
-class ReplayError(WellcondError, RuntimeError):
-    """An attention module does not give again what it gave in its model."""
 
 
 class GenericHead(ExplicitGram):

@@ -18,14 +18,10 @@ from wellcond.attention.layout import head_rows
 from wellcond.attention.plain_copy import HOOKS
 from wellcond.attention.record import SiteCall, copy_argument, first_tensor, plain_kernels
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.errors import UnsupportedLayoutError, WellcondError
+from wellcond.errors import CopyError, UnsupportedLayoutError
 
 SHORT = (torch.float32, torch.float16, torch.bfloat16)
 TO_SHORT = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
-
-
-class CopyError(WellcondError, RuntimeError):
-    """An attention module holds something that cannot be copied."""
 
 
 class InDouble(TorchFunctionMode):

@@ -13,15 +13,8 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from wellcond.errors import WellcondError
+from wellcond.errors import DataError
 from wellcond.lab.settings import Settings, choose_by_name
-
-
-class DataError(WellcondError, ValueError):
-    """Data that cannot be used as asked: which file and row, what was expected, what was found, what to do."""
-
-    def __init__(self, problem: str, *, expected: str, found: str, todo: str = "") -> None:
-        super().__init__("\n  ".join([problem, f"expected: {expected}", f"found:    {found}", *filter(None, [todo])]))
 
 
 def listed(names: Iterable[object], *, most: int = 12) -> str:

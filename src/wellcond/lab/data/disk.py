@@ -74,11 +74,11 @@ def contents(folder: Path) -> str:
 
 def import_datasets() -> Any:
     """The module `datasets`, from 4.0 on, the first that runs no script of a data set."""
-    with needs_extra("datasets>=4.0", "train"):
+    with needs_extra("datasets>=4.0", "train", "datasets"):
         import datasets
 
         if int(datasets.__version__.split(".")[0]) < 4:
-            raise ImportError(datasets.__version__)
+            raise ImportError(f"found {datasets.__version__}")
     return datasets
 
 

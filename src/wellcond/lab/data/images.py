@@ -41,7 +41,7 @@ EVALUATION_NAMES = ("val", "validation", "test")
 
 def import_pil() -> Any:
     """The module PIL.Image; MissingExtraError if Pillow is not installed."""
-    with needs_extra("pillow", "vision"):
+    with needs_extra("pillow", "vision", "PIL"):
         from PIL import Image
     return Image
 
@@ -279,7 +279,7 @@ class DigitsConfig(SourceConfig):
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
     """Images (1, 8, 8), normalised, in one fixed random order: the first 1297 to train on, the other 500 to test on."""
-    with needs_extra("scikit-learn", "train"):
+    with needs_extra("scikit-learn", "train", "sklearn"):
         from sklearn.datasets import load_digits as load
     data = load()
     order = torch.randperm(len(data.images), generator=torch.Generator().manual_seed(0))

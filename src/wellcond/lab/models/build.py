@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellcond.errors import WellcondError, needs_extra
+from wellcond.errors import ModelSpecError, WellcondError, needs_extra
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,10 +29,6 @@ LAYER_COUNTS = (
 )  # fmt: skip
 # Libraries make a list, or a name, for each of so many before they make a tensor.
 MOST = dict.fromkeys(LAYER_COUNTS, 10_000) | dict.fromkeys(("num_labels", "num_classes"), 1_000_000)
-
-
-class ModelSpecError(WellcondError, ValueError):
-    """A MODEL argument that does not lead to a model."""
 
 
 def similar(name: str, known: Sequence[str], most: int = 5) -> str:

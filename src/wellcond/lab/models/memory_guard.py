@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wellcond.errors import WellcondError
+from wellcond.errors import ModelTooLargeError
 from wellcond.jacobian.select import available_bytes
 
 MOST_TENSORS = 200_000
@@ -26,10 +26,6 @@ SIZED = {
                  "new_empty", "new_zeros", "new_ones", "new_full")
     for operator in (getattr(getattr(_aten, name), kind) for kind in getattr(_aten, name).overloads())
 }  # fmt: skip
-
-
-class ModelTooLargeError(WellcondError, MemoryError):
-    """A model that does not fit into memory."""
 
 
 class LargeModel(Exception):

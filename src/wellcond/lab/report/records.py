@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from wellcond.errors import WellcondError
+from wellcond.errors import RunRecordError
 from wellcond.lab.report.table import number, show
 from wellcond.lab.run_records import COMPLETE, find_problem, matches, read_record
 
@@ -39,13 +39,6 @@ ARITHMETIC = ("normalised_entropy", "diagonal_mass", "dead")
 MEASURED = ("step", "epoch", "layer", "head", *JACOBIAN, *ARITHMETIC, *KAPPAS, *LARGEST, *SMALLEST)
 COPIES = {"condition_number": "pseudo_condition_number", **{f"raw_{key}": key for key in (*KAPPAS[:3], *LARGEST[:3])}}
 """Columns that are often equal to another, and then stored once."""
-
-
-class RunRecordError(WellcondError, ValueError):
-    """A stored run that is missing, broken, or of another version."""
-
-    def __init__(self, path: Path, problem: str, advice: str) -> None:
-        super().__init__(f"{path}: {problem}\n  {advice}")
 
 
 def check_stays_inside(folder: Path, places: Iterable[Path]) -> None:

@@ -135,7 +135,7 @@ def picture_transform(
     size: int, channels: int, crop: float, augmentation: AugmentationSettings | None
 ) -> Callable[[Any], Tensor]:
     """Timm's transform for training (with augmentation) or evaluation (None)."""
-    with needs_extra("timm and torchvision", "vision"):
+    with needs_extra("timm and torchvision", "vision", "timm", "torchvision"):
         from timm.data import create_transform
     mean, std = IMAGENET if channels == 3 else [(sum(values) / 3,) for values in IMAGENET]
     shared: dict[str, Any] = {"mean": mean, "std": std, "interpolation": "bicubic"}

@@ -17,17 +17,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from wellcond.errors import WellcondError
+from wellcond.errors import FolderInUse, RunError
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.run_records import LOGS, log_mark, read_record, seal
-
-
-class RunError(WellcondError, RuntimeError):
-    """A run folder that cannot be used or written."""
-
-
-class FolderInUse(RunError):
-    """Another process holds the lock of this run."""
 
 
 class RunFolder:

@@ -1,6 +1,7 @@
-"""`keys="tied"`: W_K = W_Q at the start, for causal attention."""
+"""`conditioned` and its controls, tied keys, and the warning of W_V at scale 1 under a causal mask."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,20 +11,119 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 import wellcond as wc
+from init.helpers import assert_semi_orthogonal, first, generator, tiny_vit
 from models import NanoGPTAttention, XTransformersAttention
-from wellcond.init.tied_keys import own_token_scale
+from wellcond.init.conditioned import own_token_scale
 from wellcond.lab.methods import MethodSettings
 from wellcond.linalg.spectrum import singular_values
 
+
+def test_conditioned_is_paper_c():
+    model = tiny_vit()
+    others = {n: p.clone() for n, p in model.named_parameters() if "qkv.weight" not in n}
+    wc.init_(model, "conditioned", generator=generator())
+    for site in wc.find_attention(model):
+        assert_semi_orthogonal(site.q.read())
+        assert_semi_orthogonal(site.k.read())
+        # W_V^T is the d x D identity, the same in every head.
+        assert torch.equal(site.v.read(), torch.eye(8, 24).expand(3, 8, 24))
+        assert not torch.allclose(site.q.read()[0], site.q.read()[1]) and not torch.allclose(
+            site.q.read(), site.k.read()
+        )
+    assert all(torch.equal(p, others[n]) for n, p in model.named_parameters() if n in others)
+
+
+@pytest.mark.parametrize("orthogonal", ["svd", "qr"])
+def test_conditioned_options(orthogonal):
+    model = tiny_vit()
+    wc.init_(model, "conditioned", orthogonal=orthogonal, value="joint", value_scale=0.5, output="identity")
+    site = first(model)
+    assert_semi_orthogonal(site.q.read())
+    torch.testing.assert_close(site.v.read().reshape(24, 24), 0.5 * torch.eye(24))
+    assert torch.equal(site.module.proj.weight, torch.eye(24))
+
+    wc.init_(model, "conditioned", value="orthogonal", output=True, heads="joint", orthogonal=orthogonal)
+    assert_semi_orthogonal(first(model).v.read().reshape(1, 24, 24))
+    assert_semi_orthogonal(site.module.proj.weight[None])
+
+
+@pytest.mark.parametrize("projections", ["q", "k", "v", "qk"])
+def test_projections_touch_nothing_else(projections):
+    model = tiny_vit()
+    before = {role: slot.read().clone() for role, slot in first(model).slots.items()}
+    wc.init_(model, "conditioned", projections=projections)
+    for role, slot in first(model).slots.items():
+        assert torch.equal(slot.read(), before[role]) is (role not in projections)
+
+
+def test_match_norm_keeps_the_frobenius_norm_of_every_head():
+    model = tiny_vit()
+    norms = [slot.read().flatten(1).norm(dim=1) for slot in (first(model).q, first(model).v)]
+    wc.init_(model, "conditioned", match_norm=True)
+    for slot, norm in zip((first(model).q, first(model).v), norms, strict=True):
+        torch.testing.assert_close(slot.read().flatten(1).norm(dim=1), norm)
+        assert wc.spectrum(slot.read()[0]).condition_number == pytest.approx(1.0, abs=1e-5)
+
+
+def test_gaussian_matches_the_scale_of_semi_orthogonal():
+    model = tiny_vit(embed_dim=96, num_heads=3)
+    wc.init_(model, "gaussian", generator=generator())
+    for slot in (first(model).q, first(model).k, first(model).v):
+        assert slot.read().std().item() == pytest.approx(96**-0.5, rel=0.05)
+    wc.init_(model, "gaussian", std=0.3, value="per_head", projections="qv", generator=generator())
+    assert first(model).q.read().std().item() == pytest.approx(0.3, rel=0.05)
+    assert torch.equal(first(model).v.read()[1], torch.eye(32, 96))
+
+
+def test_orthogonal_makes_all_three_semi_orthogonal():
+    site = first(wc.init_(tiny_vit(), "orthogonal"))
+    for role in "qkv":
+        assert_semi_orthogonal(site.slots[role].read())
+
+
+def test_grouped_queries_and_wide_heads():
+    site = first(wc.init_(XTransformersAttention(12, heads=4, kv_heads=2, dim_head=5), "conditioned"))
+    assert site.q.read().shape == (4, 5, 12) and site.k.read().shape == (2, 5, 12)
+    assert_semi_orthogonal(site.k.read())
+    # head_dim > in_features: orthonormal columns, and an identity that runs out of columns.
+    wide = first(wc.init_(XTransformersAttention(4, heads=2, dim_head=6), "conditioned"))
+    assert_semi_orthogonal(wide.q.read())
+    assert torch.equal(wide.v.read()[0], torch.eye(6, 4))
+
+
+def test_davit_channel_attention_gets_its_identity_on_the_linear_path():
+    model = timm.create_model("davit_tiny", embed_dims=(24, 48), depths=(1, 1), num_heads=(2, 4))
+    by_role = [s for s in wc.find_attention(wc.init_(model, "conditioned")) if s.kind == "channel"]
+    eye = torch.eye(12, 24).expand(2, 12, 24)
+    assert torch.equal(by_role[0].q.read(), eye) and not torch.equal(by_role[0].v.read(), eye)
+    wc.init_(model, "conditioned", roles="by_name")
+    assert torch.equal(by_role[0].v.read(), eye) and not torch.equal(by_role[0].q.read(), eye)
+
+
+@pytest.mark.parametrize("value", ["per_head", "joint", "orthogonal"])
+def test_values_at_the_norm_of_the_default(value):
+    model = tiny_vit()
+    with torch.no_grad():
+        first(model).v.write_(first(model).v.read() * torch.tensor([1.0, 2.0, 3.0])[:, None, None])
+    norms = first(model).v.read().flatten(1).norm(dim=1)
+    wc.init_(model, "conditioned", value=value, value_scale="default", generator=generator())
+    site = first(model)
+    torch.testing.assert_close(site.v.read().flatten(1).norm(dim=1), norms)
+    plain = wc.init_(tiny_vit(), "conditioned", value=value, generator=generator())
+    torch.testing.assert_close(site.q.read(), first(plain).q.read())
+    directions = [nn.functional.normalize(one.v.read().flatten(1)) for one in (site, first(plain))]
+    torch.testing.assert_close(*directions)
+
+
+def test_a_word_other_than_default_is_no_scale():
+    with pytest.raises(ValueError, match=r"value_scale of 'conditioned': expected a finite number or one of 'default'"):
+        wc.init_(tiny_vit(), "conditioned", value_scale="paper")
+
+
+# Tied keys: W_K = W_Q, for causal attention.
+
+
 F64 = torch.float64
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def first(model):
-    return wc.find_attention(model)[0]
 
 
 def gpt2(width=48, num_heads=3, **arguments):
@@ -31,7 +131,7 @@ def gpt2(width=48, num_heads=3, **arguments):
     return GPT2Model(GPT2Config(n_embd=width, n_head=num_heads, **sizes | arguments))
 
 
-def tiny_vit(**arguments):
+def wide_vit(**arguments):
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 0}
     return timm.models.VisionTransformer(**sizes | arguments)
 
@@ -42,7 +142,7 @@ def normed_tokens(*shape):
 
 STORAGES = {
     "transposed Conv1D": gpt2,
-    "fused [3, h, d]": tiny_vit,
+    "fused [3, h, d]": wide_vit,
     "fused, nanoGPT": lambda: NanoGPTAttention(48, 3),
     "separate": lambda: XTransformersAttention(48, heads=3, dim_head=16),
     "torch": lambda: nn.MultiheadAttention(48, 3),
@@ -152,7 +252,7 @@ IMPOSSIBLE = {
     "4 query heads share 2 key heads": lambda: XTransformersAttention(48, heads=4, kv_heads=2, dim_head=12),
     "crossattention: .* read different tokens": lambda: gpt2(n_layer=2, add_cross_attention=True),
     "multihead_attn: .* read different tokens": lambda: nn.TransformerDecoderLayer(48, 3),
-    "queries and keys are normalised": lambda: tiny_vit(qk_norm=True),
+    "queries and keys are normalised": lambda: wide_vit(qk_norm=True),
     "of kind cross_covariance": lambda: timm.create_model("xcit_nano_12_p16_224", img_size=32),
     r"heads of width 8 .* own_token=0.5; lower it \(at most 0.3 here\)": lambda: gpt2(24, 3),
 }
@@ -198,3 +298,52 @@ def test_in_a_recipe():
     model = method.apply_(gpt2(), seed=3)
     expected = wc.init_(gpt2(), "conditioned", keys="tied", own_token=0.25, generator=generator(3))
     assert torch.equal(first(model).k.read(), first(expected).q.read())
+
+
+# W_V at scale 1 under a causal mask.
+
+
+@pytest.mark.parametrize("method", ["conditioned", "gaussian", "orthogonal"])
+def test_values_at_scale_one_in_a_causal_model(method):
+    with pytest.warns(wc.EvidenceWarning, match="projections='qk'") as said:
+        wc.init_(gpt2(16, 2, n_layer=2), method)
+    assert len(said) == 1 and said[0].filename == __file__
+    assert ("value_scale='default'" in str(said[0].message)) == (method == "conditioned")
+
+
+@pytest.mark.parametrize(
+    "method, options",
+    [
+        ("conditioned", {"projections": "qk"}),
+        ("conditioned", {"value_scale": "default"}),
+        ("conditioned", {"value_scale": 0.2}),
+        ("conditioned", {"match_norm": True}),
+        ("conditioned", {"keys": "tied", "tokens": 16}),
+        ("gaussian", {"projections": "qk"}),
+        ("gaussian", {"std": 0.02}),
+        ("nanochat", {}),
+        ("mimetic", {}),
+        ("default", {}),
+    ],
+    ids=str,
+)
+def test_starts_that_avoid_it(method, options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wc.init_(gpt2(16, 2, n_layer=2), method, **options)
+
+
+def test_other_models_and_comparisons_are_not_warned():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wc.init_(nn.MultiheadAttention(16, 2), "conditioned")  # the caller's mask decides
+        MethodSettings(init="conditioned").apply_(gpt2(16, 2, n_layer=2), seed=0)
+
+
+def test_a_failure_comes_before_the_warning():
+    model = gpt2(16, 2, n_layer=2)
+    model.h[0].attn.c_attn.weight.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(wc.WeightError):
+            wc.init_(model, "conditioned")

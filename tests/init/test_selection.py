@@ -1,0 +1,135 @@
+"""Weight selection: which weights of a larger model are taken."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2Model
+
+import wellcond as wc
+from attention.modern import PerHead
+from init.helpers import first, tiny_vit
+from wellcond.init.selection import exclusion, select_indices
+
+
+@pytest.mark.parametrize("sizes", [(6, 3, [0, 2, 4]), (7, 3, [0, 3, 6]), (4, 4, [0, 1, 2, 3])])
+def test_weight_selection_index_rule(sizes):
+    teacher, student, expected = sizes
+    assert select_indices(teacher, student).tolist() == expected
+
+
+def test_weight_selection_blind_and_by_heads():
+    teacher, student = tiny_vit(embed_dim=48, num_heads=6, depth=3), tiny_vit()
+    head = student.head.weight.clone()
+    wc.init_(student, "weight_selection", teacher=teacher)
+    assert torch.equal(student.blocks[1].attn.qkv.weight, teacher.blocks[1].attn.qkv.weight[::2, ::2])
+    assert torch.equal(student.pos_embed, teacher.pos_embed[:, :, ::2])
+    assert torch.equal(student.head.weight, head)
+
+    wc.init_(student, "weight_selection", teacher=teacher, layout="heads")
+    big, small = first(teacher), first(student)
+    for role in "qkv":
+        assert torch.equal(small.slots[role].read(), big.slots[role].read()[[0, 2, 4]][:, :, ::2])
+        assert torch.equal(small.slots[role].read_bias(), big.slots[role].read_bias()[[0, 2, 4]])
+    assert torch.equal(small.o.read(), big.o.read()[[0, 2, 4]][:, ::2])
+    assert torch.equal(student.blocks[0].mlp.fc1.weight, teacher.blocks[0].mlp.fc1.weight[::2, ::2])
+
+
+def test_weight_selection_by_heads_on_transposed_storage():
+    config = {"n_layer": 1, "vocab_size": 11, "n_positions": 16}
+    teacher, student = (
+        GPT2Model(GPT2Config(n_embd=48, n_head=6, **config)),
+        GPT2Model(GPT2Config(n_embd=24, n_head=3, **config)),
+    )
+    wc.init_(student, "weight_selection", teacher=teacher, layout="heads")
+    for role in "qkv":
+        assert torch.equal(first(student).slots[role].read(), first(teacher).slots[role].read()[[0, 2, 4]][:, :, ::2])
+
+
+def test_weight_selection_refuses_a_smaller_teacher():
+    with pytest.raises(wc.WeightError, match="at least as large on every axis"):
+        wc.init_(tiny_vit(), "weight_selection", teacher=tiny_vit(embed_dim=12))
+    with pytest.raises(ValueError, match="needs the option teacher="):
+        wc.init_(tiny_vit(), "weight_selection")
+
+
+def test_weight_selection_refuses_what_it_would_spoil():
+    block = timm.models.vision_transformer.ParallelScalingBlock
+    teacher, student = tiny_vit(embed_dim=48, num_heads=6, block_fn=block), tiny_vit(block_fn=block)
+    with pytest.raises(wc.UnsupportedLayoutError, match="holds more than q, k and v"):
+        wc.init_(student, "weight_selection", teacher=teacher, layout="heads")
+    wc.init_(student, "weight_selection", teacher=teacher)
+    conditioned = wc.condition_(tiny_vit(embed_dim=48, num_heads=6), "polar")
+    with pytest.raises(wc.ConditioningError, match="the teacher is conditioned"):
+        wc.init_(tiny_vit(), "weight_selection", teacher=conditioned)
+    frozen = tiny_vit()
+    frozen.norm.weight.requires_grad_(False)
+    with pytest.raises(wc.WeightError, match="norm.weight is frozen"):
+        wc.init_(frozen, "weight_selection", teacher=tiny_vit(embed_dim=48, num_heads=6))
+
+
+def decoder(width, heads):
+    layer = nn.TransformerDecoderLayer(width, heads, 2 * width, batch_first=True)
+    return nn.ModuleDict({"decoder": nn.TransformerDecoder(layer, 2), "head": nn.Linear(width, 5)})
+
+
+def test_weight_selection_takes_the_cross_attention_of_a_decoder():
+    teacher, student = decoder(16, 4), decoder(8, 2)
+    classifier = student["head"].weight.clone()
+    wc.init_(student, "weight_selection", teacher=teacher)
+    expected = teacher.state_dict()
+    for name, found in student.state_dict().items():
+        if name.startswith("head."):
+            continue
+        picked = expected[name][
+            tuple(slice(None, None, t // s) for t, s in zip(expected[name].shape, found.shape, strict=True))
+        ]
+        assert torch.equal(found, picked), name
+    assert torch.equal(student["head"].weight, classifier)
+
+
+class Named(nn.Module):
+    """An attention whose own name ends in head."""
+
+    def __init__(self):
+        super().__init__()
+        self.multi_head = nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, 3)
+
+
+def test_what_the_classifier_is_called():
+    is_excluded = exclusion(Named(), ("head",))
+    kept = ["head.weight", "head.fc.bias", "head_dist.weight", "lm_head.weight", "heads.head.weight"]
+    taken = ["multi_head.in_proj_weight", "multi_head.out_proj.bias", "decoder.multihead_attn.in_proj_weight",
+             "multi_head_attention.q.weight", "headwise.weight", "overhead.weight"]  # fmt: skip
+    assert all(map(is_excluded, kept)) and not any(map(is_excluded, taken))
+    assert exclusion(Named(), ("multi_head",))("multi_head.in_proj_weight")
+    one_block = exclusion(Named(), ("blocks.1",))
+    assert one_block("blocks.1.mlp.fc1.weight") and not one_block("blocks.10.mlp.fc1.weight")
+
+
+class Bank(nn.Module):
+    """Q, K, V and O in one parameter, as in modded-nanogpt."""
+
+    def __init__(self, width, num_heads):
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, width // num_heads
+        self.qkvo_w = nn.Parameter(torch.randn(4, width, width))
+
+    def forward(self, x):
+        heads = (self.num_heads, self.head_dim)
+        q, k, v = (nn.functional.linear(x, w).unflatten(-1, heads).transpose(1, 2) for w in self.qkvo_w[:3])
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return nn.functional.linear(y, self.qkvo_w[3])
+
+
+def test_heads_are_picked_from_a_stack_of_matrices():
+    teacher, student = nn.Sequential(Bank(48, 6)), nn.Sequential(Bank(24, 3))
+    wc.init_(student, "weight_selection", teacher=teacher, layout="heads")
+    large, small = first(teacher), first(student)
+    for role in "qkv":
+        assert torch.equal(small.slots[role].read(), large.slots[role].read()[[0, 2, 4]][:, :, ::2])
+    assert torch.equal(small.o.read(), large.o.read()[[0, 2, 4]][:, ::2])
+    per_head, other = nn.Sequential(PerHead()), nn.Sequential(PerHead())
+    wc.init_(per_head, "weight_selection", teacher=other, layout="heads")
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in per_head.state_dict().items())
