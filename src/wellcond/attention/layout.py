@@ -118,20 +118,6 @@ class QKVLayout:
         units = stride * torch.arange(num_units)[:, None, None]
         return (units + within).reshape(-1, self.width(role))
 
-    def split(self, weight: Tensor) -> dict[str, Tensor]:
-        """Heads of each role, (count, head width, in_features), from a fused (rows, in_features) weight."""
-        if weight.shape[0] != self.num_rows:
-            raise ValueError(f"expected {self.num_rows} rows for {self}, got {weight.shape[0]}")
-        return {role: weight[self.rows(role)] for role in self.order}
-
-    def merge(self, heads: dict[str, Tensor]) -> Tensor:
-        """Inverse of `split`."""
-        first = heads[self.order[0]]
-        fused = first.new_empty((self.num_rows, *first.shape[2:]))
-        for role in self.order:
-            fused[self.rows(role)] = heads[role]
-        return fused
-
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is Hugging Face's Conv1D, which stores (in_features, out_features)."""
@@ -251,7 +237,6 @@ def separate_site(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     output: nn.Module | None = None,
-    family: str,
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with three projections of their own; heads follow each other in the rows."""
@@ -264,7 +249,6 @@ def separate_site(
     return AttentionSite(
         name=place.name,
         module=place.module,
-        family=family,
         arrangement="separate",
         q=projection_slot(q, head_rows(num_heads, head_dim)),
         k=projection_slot(k, head_rows(kv_heads, head_dim)),
@@ -286,7 +270,6 @@ def fused_site(
     order: str = "qkv",
     shards: int = 1,
     output: nn.Module | None = None,
-    family: str,
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with one projection that holds Q, K and V."""
@@ -304,7 +287,6 @@ def fused_site(
     return AttentionSite(
         name=place.name,
         module=place.module,
-        family=family,
         arrangement=f"fused {arrangement}{sharded}{', transposed' if is_conv1d(qkv) else ''}",
         q=projection_slot(qkv, layout.rows("q")),
         k=projection_slot(qkv, layout.rows("k")),
@@ -322,26 +304,27 @@ def query_and_kv_site(
     num_heads: int,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
+    value_head_dim: int | None = None,
     arrangement: Arrangement = "blocks",
     output: nn.Module | None = None,
-    family: str,
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with a query projection and one that holds K and V."""
-    _check_counts(place, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    counts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    _check_counts(place, **counts, value_head_dim=value_head_dim)
     kv_heads = num_kv_heads or num_heads
     head_dim = head_dim or divide_heads(place, "query", out_features(q), num_heads)
     check_rows(place, "query", out_features(q), [num_heads], [head_dim])
-    check_rows(place, "fused k, v", out_features(kv), [kv_heads, kv_heads], [head_dim] * 2)
-    layout = QKVLayout(num_heads, head_dim, kv_heads, arrangement=arrangement, order="kv")
+    value_dim = value_head_dim or head_dim
+    check_rows(place, "fused k, v", out_features(kv), [kv_heads, kv_heads], [head_dim, value_dim])
+    layout = QKVLayout(num_heads, head_dim, kv_heads, value_dim, arrangement, order="kv")
     return AttentionSite(
         name=place.name,
         module=place.module,
-        family=family,
         arrangement=f"q + fused kv {arrangement}",
         q=projection_slot(q, head_rows(num_heads, head_dim)),
         k=projection_slot(kv, layout.rows("k")),
         v=projection_slot(kv, layout.rows("v")),
-        o=output_slot(place, output, num_heads, head_dim),
+        o=output_slot(place, output, num_heads, value_dim),
         **_known_facts(facts),
     )
