@@ -186,7 +186,7 @@ def test_a_transposed_weight_is_refused(part):
         q = Slot(m.a, "weight", rows, transposed=part == "query")
         o = Slot(m.out, "weight", rows, transposed=part == "output", heads_on_input=True)
         k, v = Slot(m.b, "weight", rows), Slot(m.c, "weight", rows)
-        return AttentionSite(place.name, m, "mine", "separate", q, k, v, o)
+        return AttentionSite(place.name, m, "separate", q, k, v, o)
 
     with pytest.raises(wc.UnsupportedLayoutError, match="confirms transposed=False for"):
         wc.find_attention(Separate())
