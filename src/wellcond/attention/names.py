@@ -50,7 +50,7 @@ OUTPUT = tuple(
 
 HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "nhead", "head_num", "num_head", "h")
 KV_HEADS = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_kv")
-HEAD_DIM = ("head_dim", "dim_head", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
+HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head")
 SCALE = ("scale", "scaling", "softmax_scale")
 
 QK_NORM = ("q_norm", "q_layernorm", "query_layernorm", "q_layer_norm", "qk_norm")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, NoReturn
 
 from torch import nn
@@ -85,9 +84,11 @@ def build(place: Place, parts: Iterable[nn.Module], **declared: Any) -> Attentio
     return builder(place, *parts, **declared)
 
 
-def parts_named(place: Place, names: str) -> list[Any]:
-    """Parts of the module by their paths, such as ``"query.proj key.proj value.proj"``."""
-    return [attrgetter(name)(place.module) for name in names.split()]
+def part_named(module: Any, path: str) -> Any:
+    """A part of a module by its path, such as ``"query.proj"``; None where there is none."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def with_facts(place: Place, site: AttentionSite, columns: Mapping[str, Any]) -> AttentionSite:
@@ -120,3 +121,33 @@ def refuse(place: Place, reason: str) -> NoReturn:
 def refused(reason: str) -> Adapter:
     """How a class is described that is always refused."""
     return lambda place: refuse(place, reason)
+
+
+def attention(
+    projections: str,
+    *,
+    output: str | None,
+    then: Callable[[AttentionSite], AttentionSite] | None = None,
+    **columns: Any,
+) -> Adapter:
+    """How classes are described whose modules name their projections.
+
+    Args:
+        projections: paths of one for q, k and v, of two for q and kv, or of three; of alternatives apart by ``|`` the
+            first counts that a module has.
+        output: path of the output projection; None where there is none.
+        then: corrects the site.
+        **columns: see above.
+    """
+
+    def describe(place: Place) -> AttentionSite:
+        check_refusal(place, columns)
+        choices = [[part_named(place.module, path) for path in names.split()] for names in projections.split("|")]
+        parts = next((parts for parts in choices if None not in parts), None)
+        if parts is None:
+            refuse(place, f"it has no projections under the names {projections}.")
+        out = None if output is None else part_named(place.module, output)
+        site = with_facts(place, build(place, parts, output=out, **storage_of(place, columns)), columns)
+        return site if then is None else then(site)
+
+    return describe

@@ -6,7 +6,6 @@ are projected from a subsampled map.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,21 +13,8 @@ from typing import Any
 from torch import nn
 
 from wellcond.attention import layout
-from wellcond.attention.families import Adapter, modifiers, refused
-from wellcond.attention.families.table import (
-    ROOT,
-    Rule,
-    attribute,
-    build,
-    by_class,
-    check_refusal,
-    has,
-    holds,
-    parts_named,
-    storage_of,
-    with_facts,
-)
-from wellcond.attention.families.table import refused as always_refused
+from wellcond.attention.families import Adapter, modifiers, refused, table
+from wellcond.attention.families.table import ROOT, Rule, attribute, by_class, has, holds, with_facts
 from wellcond.attention.layout import QKVLayout, head_rows, output_slot, projection_slot
 from wellcond.attention.site import AttentionSite, Normaliser, Place, Slot
 
@@ -74,29 +60,10 @@ def by_head(place: Place) -> str:
 # How a module is described
 
 
-def attention(
-    projections: str = "qkv",
-    *,
-    output: str | None = "proj",
-    then: Callable[[AttentionSite], AttentionSite] | None = None,
-    **columns: Any,
-) -> Adapter:
-    """How a class is described whose modules have these projections.
-
-    `projections` names one for q, k and v, two for q and kv, or three, with alternatives apart by ``|``, of which the
-    first counts that a module has. `then` corrects the site. Columns: see `wellcond.attention.families.table`.
-    """
-    columns = {"num_heads": "num_heads", "scale": stated_scale, "qk_norm": query_key_norm} | columns
-
-    def describe(place: Place) -> AttentionSite:
-        check_refusal(place, columns)
-        parts = next(parts for names in projections.split("|") if None not in (parts := parts_named(place, names)))
-        out = None if output is None else parts_named(place, output)[0]
-        site = build(place, parts, output=out, **storage_of(place, columns))
-        site = with_facts(place, site, columns)
-        return site if then is None else then(site)
-
-    return describe
+def attention(projections: str = "qkv", **columns: Any) -> Adapter:
+    """How classes of timm are described; by default with ``qkv`` stored as [Q | K | V], and ``proj``."""
+    usual = {"output": "proj", "num_heads": "num_heads", "scale": stated_scale, "qk_norm": query_key_norm}
+    return table.attention(projections, **(usual | columns))
 
 
 def with_apart_biases(site: AttentionSite) -> AttentionSite:
@@ -275,5 +242,5 @@ ROWS: dict[str, Adapter] = {
         scale=lambda place: None if place.module.dynamic_scale else ROOT,
     ),
 }
-ROWS |= {classes: always_refused(reason) for reason, classes in refused.TIMM.items()}
+ROWS |= {classes: table.refused(reason) for reason, classes in refused.TIMM.items()}
 TABLE = by_class(ROWS, lambda word: f"timm.{word}")

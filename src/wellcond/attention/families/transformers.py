@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wellcond.attention import layout, names
-from wellcond.attention.families import Adapter, refused
+from wellcond.attention.families import Adapter, refused, table
 from wellcond.attention.families import modifiers as words
 from wellcond.attention.families.table import (
     ROOT,
@@ -32,7 +32,6 @@ from wellcond.attention.families.table import (
     value_of,
     with_facts,
 )
-from wellcond.attention.families.table import refused as always_refused
 from wellcond.attention.site import AttentionSite, Place
 
 
@@ -560,7 +559,7 @@ SEPARATE: dict[str, Adapter] = {
         causal=True,
         rotary=holds("rotary_emb"),
         refuse=(
-            lambda place: not hasattr(place.module.q_proj, "linear"),
+            lambda place: not layout.is_projection(place.module.q_proj.linear),
             "its projections have one weight per codebook.",
         ),
     ),
@@ -795,7 +794,7 @@ OTHER: dict[str, Adapter] = {
     """: gated_query,
     refused.NO_ATTENTION_IN_TRANSFORMERS: no_attention,
 }
-OTHER |= {classes: always_refused(reason) for reason, classes in refused.TRANSFORMERS.items()}
+OTHER |= {classes: table.refused(reason) for reason, classes in refused.TRANSFORMERS.items()}
 
 TABLE = by_class(SEPARATE | FUSED | OTHER, dotted)
 TABLE["transformers.models.idefics.vision.IdeficsVisionAttention"] = separate()
