@@ -24,13 +24,14 @@ from wellcond.attention.families import Adapter
 from wellcond.attention.families.modifiers import those
 from wellcond.attention.layout import FACTS
 from wellcond.attention.site import AttentionSite, Place
-from wellcond.errors import UnsupportedLayoutError
+from wellcond.errors import UnsupportedLayoutError, check_choice
 
 Rule = Callable[[Place], Any]
 ROOT = "head_dim ** -0.5"
 """As a scale: the inverse root of the width of a query head."""
 SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_head_dim")
 STORAGE = (*SIZES, "arrangement", "order", "shards")
+COLUMNS = (*STORAGE, *FACTS, "refuse")
 
 
 def by_class(rows: Mapping[str, Adapter], dotted: Callable[[str], str]) -> dict[str, Adapter]:
@@ -61,6 +62,16 @@ def setting(name: str) -> Rule:
 def negated(rule: Rule) -> Rule:
     """The opposite of a rule."""
     return lambda place: not rule(place)
+
+
+def checked(columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a row, if all of them are known.
+
+    Raises: UnknownChoiceError.
+    """
+    for name in columns:
+        check_choice("column", name, COLUMNS)
+    return columns
 
 
 def value_of(column: Any, place: Place) -> Any:
@@ -139,6 +150,7 @@ def attention(
         then: corrects the site.
         **columns: see above.
     """
+    checked(columns)
 
     def describe(place: Place) -> AttentionSite:
         check_refusal(place, columns)

@@ -23,6 +23,7 @@ from wellcond.attention.families.table import (
     build,
     by_class,
     check_refusal,
+    checked,
     has,
     holds,
     negated,
@@ -156,7 +157,7 @@ def with_stated_facts(place: Place, site: AttentionSite, columns: Mapping[str, A
 
 def separate(**columns: Any) -> Adapter:
     """How a class is described with three projections whose heads follow each other in the rows."""
-    return partial(describe_separate, columns=columns)
+    return partial(describe_separate, columns=checked(columns))
 
 
 def describe_separate(place: Place, columns: Mapping[str, Any]) -> AttentionSite:
@@ -174,7 +175,7 @@ def describe_separate(place: Place, columns: Mapping[str, Any]) -> AttentionSite
 
 def fused(**columns: Any) -> Adapter:
     """How a class is described with one projection for queries, keys and values."""
-    return partial(describe_fused, columns=columns)
+    return partial(describe_fused, columns=checked(columns))
 
 
 def describe_fused(place: Place, columns: Mapping[str, Any]) -> AttentionSite:
