@@ -62,7 +62,12 @@ def by_head(place: Place) -> str:
 
 def attention(projections: str = "qkv", **columns: Any) -> Adapter:
     """How classes of timm are described; by default with ``qkv`` stored as [Q | K | V], and ``proj``."""
-    usual = {"output": "proj", "num_heads": "num_heads", "scale": stated_scale, "qk_norm": query_key_norm}
+    usual: dict[str, Any] = {
+        "output": "proj",
+        "num_heads": "num_heads",
+        "scale": stated_scale,
+        "qk_norm": query_key_norm,
+    }
     return table.attention(projections, **(usual | columns))
 
 

@@ -6,7 +6,6 @@ about itself; the columns of a row say what it does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -137,7 +136,7 @@ def rotation_factor(place: Place, head_dim: int) -> float | None:
 # How a module is described: three projections, or one fused
 
 
-def with_stated_facts(place: Place, site: AttentionSite, columns: Mapping[str, Any]) -> AttentionSite:
+def with_stated_facts(place: Place, site: AttentionSite, columns: dict[str, Any]) -> AttentionSite:
     """The site with what the module states about itself and, over that, what the columns say.
 
     The scale includes the rotation's own factor.
@@ -160,7 +159,7 @@ def separate(**columns: Any) -> Adapter:
     return partial(describe_separate, columns=checked(columns))
 
 
-def describe_separate(place: Place, columns: Mapping[str, Any]) -> AttentionSite:
+def describe_separate(place: Place, columns: dict[str, Any]) -> AttentionSite:
     """Site of a module with three projections of its own."""
     check_refusal(place, columns)
     q, k, v = projections_of(place)
@@ -178,7 +177,7 @@ def fused(**columns: Any) -> Adapter:
     return partial(describe_fused, columns=checked(columns))
 
 
-def describe_fused(place: Place, columns: Mapping[str, Any]) -> AttentionSite:
+def describe_fused(place: Place, columns: dict[str, Any]) -> AttentionSite:
     """Site of a module with one fused projection."""
     check_refusal(place, columns)
     projection = first_attribute(place.module, names.FUSED)
