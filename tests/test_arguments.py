@@ -213,7 +213,6 @@ DECLARED = {
     "qk_norm": ["l3"],
     "modifiers": ["gated", [1], None],
     "roles": [{}, 3],
-    "family": [None, 3],
     "windowed": [True],
 }
 
@@ -223,7 +222,7 @@ DECLARED = {
 def test_what_an_adapter_may_not_declare(builder, name):
     for value in DECLARED[name]:
         with pytest.raises((TypeError, ValueError), match="expected") as error:
-            BUILDERS[builder](place(), **({"num_heads": 2, "family": "mine"} | {name: value}))
+            BUILDERS[builder](place(), **({"num_heads": 2} | {name: value}))
         assert "unsupported operand" not in str(error.value)
 
 
@@ -231,11 +230,11 @@ def test_what_only_a_fused_projection_declares():
     orders = [{"order": order} for order in ("qkq", "qk", 3)]
     for wrong in (*orders, {"shards": 0}, {"shards": 1.0}, {"value_head_dim": 4.0}):
         with pytest.raises((TypeError, ValueError), match="expected"):
-            wc.fused_site(place(), nn.Linear(8, 24), num_heads=2, family="mine", **wrong)
+            wc.fused_site(place(), nn.Linear(8, 24), num_heads=2, **wrong)
     with pytest.raises(TypeError, match="expected a projection such as nn.Linear, got float 2.0"):
-        wc.fused_site(place(), 2.0, num_heads=2, family="mine")
+        wc.fused_site(place(), 2.0, num_heads=2)
     with pytest.raises(TypeError, match="^place: expected"):
-        wc.fused_site("blocks.0", nn.Linear(8, 24), num_heads=2, family="mine")
+        wc.fused_site("blocks.0", nn.Linear(8, 24), num_heads=2)
 
 
 MEASURED = {

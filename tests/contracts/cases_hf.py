@@ -107,7 +107,6 @@ VIT = {
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 ROTARY = facts(causal=True, rotary=True)
-WINDOW = ("local window",)
 GROUPED = (6, 2, 8)
 
 
@@ -177,7 +176,7 @@ CASES = [
         "modernbert",
         make("ModernBert", **BERT, **SPECIAL, cls_token_id=1, sep_token_id=2),
         tokens,
-        {"layers.0": facts(rotary=True), "layers.1": facts(rotary=True, modifiers=WINDOW)},
+        {"layers.0": facts(rotary=True), "layers.1": facts(rotary=True)},
         arrangement="fused blocks", in_float32=True),
     Case(
         "nystromformer",
@@ -186,7 +185,7 @@ CASES = [
         {"layer.0": facts(kind="nystrom", modifiers=("value convolution",))},
     ),
     Case("vit", make("ViT", **VIT), image, {"layers.0": facts()}),
-    Case("swin", swin, lambda: image(16), {"blocks.0": facts(relative_position_bias=True, modifiers=WINDOW)}),
+    Case("swin", swin, lambda: image(16), {"blocks.0": facts(relative_position_bias=True)}),
     Case(
         "clip",
         clip,
@@ -227,7 +226,7 @@ CASES = [
             attention_types=[[["global", "local"], 1]], window_size=2, max_position_embeddings=16, **SPECIAL,
         ),
         tokens,
-        {"h.0": facts(causal=True, scale=1.0), "h.1": facts(causal=True, scale=1.0, modifiers=WINDOW)},
+        {"h.0": facts(causal=True, scale=1.0), "h.1": facts(causal=True, scale=1.0)},
         in_float32=True),
     Case(
         "gpt-neox",
@@ -275,7 +274,7 @@ CASES = [
         arrangement="fused groups",
     ),
     Case("llama", make("Llama", **LLAMA), tokens, {"layers.0": ROTARY}, heads=GROUPED),
-    Case("mistral", make("Mistral", **LLAMA), tokens, {"layers.0": ROTARY | {"modifiers": WINDOW}}, heads=GROUPED),
+    Case("mistral", make("Mistral", **LLAMA), tokens, {"layers.0": ROTARY}, heads=GROUPED),
     Case("qwen2", make("Qwen2", **SQUARE_LLAMA), tokens, {"layers.0": ROTARY}, heads=GROUPED),
     Case(
         "qwen3",
@@ -349,7 +348,7 @@ CASES = [
         "gemma2",
         make("Gemma2", **LLAMA, attn_logit_softcapping=0.05),
         tokens,
-        {"layers.0": facts(causal=True, rotary=True, scale=None, modifiers=(*WINDOW, "logit softcap"))},
+        {"layers.0": facts(causal=True, rotary=True, scale=None, modifiers=("logit softcap",))},
         heads=GROUPED, in_float32=True),
     Case(
         "cohere2",
@@ -357,7 +356,7 @@ CASES = [
             layer_types=["sliding_attention", "full_attention"], sliding_window=4,
         ),
         tokens,
-        {"layers.0": ROTARY | {"modifiers": WINDOW}, "layers.1": facts(causal=True)},
+        {"layers.0": ROTARY, "layers.1": facts(causal=True)},
         heads=GROUPED, in_float32=True),
     Case(
         "gpt-oss",
@@ -365,7 +364,7 @@ CASES = [
         tokens,
         # YaRN multiplies queries and keys by 0.1 log(32) + 1.
         {"layers.0": ROTARY | {"scale": 8**-0.5 * (0.1 * math.log(32) + 1) ** 2,
-                               "modifiers": ("attention sinks", *WINDOW)}},
+                               "modifiers": ("attention sinks",)}},
         heads=GROUPED, in_float32=True),
     Case("esm", make("Esm", **BERT, **SPECIAL, position_embedding_type="rotary", mask_token_id=3),
          tokens, {"layer.0": facts(rotary=True)}, in_float32=True),

@@ -93,17 +93,11 @@ VIT = {"img_size": 32, "patch_size": 16, "embed_dim": 12, "depth": 1, "num_heads
 ROPE = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
 SWIN = {"img_size": 32, "embed_dim": 8, "depths": (2, 1), "num_heads": (2, 4), "window_size": 4}
 THIRD, QUARTER, EIGHTH = 3**-0.5, 4**-0.5, 8**-0.5
-WINDOW = ("local window",)
 POSITION_TERM = ("query position term",)
 
 
 def same(names: list[str], **facts: Any) -> dict[str, dict[str, Any]]:
     return {name: facts for name in names}
-
-
-def windowed_first(names: list[str], **facts: Any) -> dict[str, dict[str, Any]]:
-    """All sites but the last divide their map into windows; there the window is the map."""
-    return same(names[:-1], modifiers=WINDOW, **facts) | same(names[-1:], **facts)
 
 
 def window_mask(call: Call) -> Tensor | float:
@@ -291,23 +285,23 @@ CASES: dict[str, Case] = {
     ),
     "sam": Case(
         model("samvit_base_patch16", neck_chans=8, window_size=2, **{**VIT, "img_size": 64}),
-        same(["blocks.0.attn"], scale=THIRD, relative_position_bias=True, modifiers=WINDOW + POSITION_TERM),
+        same(["blocks.0.attn"], scale=THIRD, relative_position_bias=True, modifiers=POSITION_TERM),
         bias=sam_bias,
     ),
     "swin": Case(
         model("swin_tiny_patch4_window7_224", **SWIN),
-        windowed_first(SWIN_SITES, scale=QUARTER, relative_position_bias=True),
+        same(SWIN_SITES, scale=QUARTER, relative_position_bias=True),
         bias=swin_bias,
     ),
     "swin_v2": Case(
         model("swinv2_tiny_window8_256", **SWIN),
-        windowed_first(SWIN_SITES, **COSINE),
+        same(SWIN_SITES, **COSINE),
         bias=swin_v2_bias,
         learned_scale=cosine_scale,
     ),
     "swin_v2_cr": Case(
         model("swinv2_cr_tiny_224", **SWIN),
-        windowed_first(CR_SITES, **COSINE),
+        same(CR_SITES, **COSINE),
         bias=lambda module, q, call: module._relative_positional_encodings() + window_mask(call),
         learned_scale=cosine_scale,
     ),
@@ -326,8 +320,8 @@ CASES: dict[str, Case] = {
     "davit": Case(
         model("davit_tiny", depths=(1, 1), embed_dims=(8, 12), num_heads=(2, 4), window_size=2),
         {
-            "stages.0.blocks.0.0.attn": {"scale": QUARTER, "modifiers": WINDOW},
-            "stages.1.blocks.0.0.attn": {"scale": THIRD, "modifiers": WINDOW},
+            "stages.0.blocks.0.0.attn": {"scale": QUARTER},
+            "stages.1.blocks.0.0.attn": {"scale": THIRD},
             "stages.0.blocks.0.1.attn": {
                 "kind": "channel",
                 "scale": QUARTER,
@@ -343,7 +337,7 @@ CASES: dict[str, Case] = {
     "davit_v2": Case(
         model("davit_tiny", depths=(1,), embed_dims=(12,), num_heads=(4,), window_size=4, channel_attn_v2=True),
         {
-            "stages.0.blocks.0.0.attn": {"scale": THIRD, "modifiers": WINDOW},
+            "stages.0.blocks.0.0.attn": {"scale": THIRD},
             "stages.0.blocks.0.1.attn": {"kind": "channel", "scale": None},
         },
         learned_scale=token_scale,
@@ -389,25 +383,25 @@ CASES: dict[str, Case] = {
             "twins_svt_small", img_size=32, depths=(2,), embed_dims=(12,), num_heads=(4,), mlp_ratios=(2,),
             sr_ratios=(2,), wss=(8,),
         ),
-        {"blocks.0.0.attn": {"scale": THIRD, "modifiers": WINDOW}, "blocks.0.1.attn": {"scale": THIRD, "cross": True}},
+        {"blocks.0.0.attn": {"scale": THIRD}, "blocks.0.1.attn": {"scale": THIRD, "cross": True}},
         regroup=lambda module, x: x.reshape(1, -1, x.shape[-1]),
     ),
     "maxvit_head_first": Case(
         partial(maxxvit_model, "M"),
-        same(MAXVIT_SITES, scale=QUARTER, relative_position_bias=True, modifiers=WINDOW),
+        same(MAXVIT_SITES, scale=QUARTER, relative_position_bias=True),
         input=partial(image, 16),
         token_dims=2,
         bias=relpos_bias,
     ),
     "maxvit_blocks": Case(
         partial(maxxvit_model, "M", head_first=False, rel_pos_type=""),
-        same(MAXVIT_SITES, scale=QUARTER, modifiers=WINDOW),
+        same(MAXVIT_SITES, scale=QUARTER),
         input=partial(image, 16),
         token_dims=2,
     ),
     "maxvit_2d": Case(
         partial(maxxvit_model, "M", use_nchw_attn=True),
-        same(MAXVIT_SITES, scale=QUARTER, relative_position_bias=True, modifiers=WINDOW),
+        same(MAXVIT_SITES, scale=QUARTER, relative_position_bias=True),
         input=partial(image, 16),
         bias=relpos_bias,
     ),
@@ -421,7 +415,7 @@ CASES: dict[str, Case] = {
             num_classes=3, img_size=32, num_levels=2, embed_dims=(8, 12), num_heads=(2, 4), depths=(1, 1)
         ),
         {
-            "levels.0.transformer_encoder.0.attn": {"scale": QUARTER, "modifiers": WINDOW},
+            "levels.0.transformer_encoder.0.attn": {"scale": QUARTER},
             "levels.1.transformer_encoder.0.attn": {"scale": THIRD},
         },
     ),
@@ -429,7 +423,7 @@ CASES: dict[str, Case] = {
         lambda: gcvit.GlobalContextVit(
             num_classes=3, img_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 4), window_size=4
         ),
-        windowed_first(
+        same(
             ["stages.0.blocks.0.attn", "stages.1.blocks.0.attn"], scale=QUARTER, relative_position_bias=True
         ),
         bias=lambda module, q, call: module.rel_pos.get_bias(),
@@ -441,7 +435,7 @@ CASES: dict[str, Case] = {
             mask_unit_size=(2, 2), mask_unit_attn=(True, True, False),
         ),
         # The first block of a stage still divides its tokens as the stage before.
-        same(["blocks.0.attn", "blocks.2.attn", "blocks.3.attn"], scale=QUARTER, modifiers=WINDOW),
+        same(["blocks.0.attn", "blocks.2.attn", "blocks.3.attn"], scale=QUARTER),
         regroup=mask_units,
         refused=("blocks.1.attn",),
     ),
@@ -450,13 +444,13 @@ CASES: dict[str, Case] = {
             "sam2_hiera_tiny", embed_dim=8, num_heads=2, stages=(1, 2), q_pool=1, window_spec=(4, 2),
             global_att_blocks=(2,), global_pos_size=(4, 4),
         ),
-        {"blocks.0.attn": {"scale": QUARTER, "modifiers": WINDOW}, "blocks.2.attn": {"scale": QUARTER}},
+        {"blocks.0.attn": {"scale": QUARTER}, "blocks.2.attn": {"scale": QUARTER}},
         token_dims=2,
         refused=("blocks.1.attn",),
     ),
     "tiny_vit": Case(
         model("tiny_vit_5m_224", embed_dims=(8, 12), depths=(1, 1), num_heads=(2, 4), window_sizes=(4, 4)),
-        same(["stages.1.blocks.0.attn"], scale=THIRD, relative_position_bias=True, modifiers=WINDOW),
+        same(["stages.1.blocks.0.attn"], scale=THIRD, relative_position_bias=True),
         bias=levit_bias,
     ),
     "efficientformer": Case(
@@ -527,7 +521,7 @@ CASES: dict[str, Case] = {
     ),
     "halo": Case(
         lambda: halo_attn.HaloAttn(8, dim_out=12, num_heads=2, dim_head=4, block_size=2, halo_size=1),
-        same([""], scale=QUARTER, relative_position_bias=True, cross=True, modifiers=WINDOW + POSITION_TERM),
+        same([""], scale=QUARTER, relative_position_bias=True, cross=True, modifiers=POSITION_TERM),
         input=partial(image, 2, 8),
         bias=halo_bias,
         memory=halo_memory,

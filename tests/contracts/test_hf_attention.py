@@ -229,7 +229,7 @@ def test_wrong_reading_of_a_fused_weight_is_noticed():
     model = built(case.name)
     right = site_of(model, "layers.0")
     place = Place(right.name, right.module, model)
-    wrong = fused_site(place, right.q.owner, num_heads=3, arrangement="blocks", family="wrong")
+    wrong = fused_site(place, right.q.owner, num_heads=3, arrangement="blocks")
     call = watch(wrong, lambda: model(**case.inputs()))
     with pytest.raises(AssertionError, match="calls v"):
         assert_heads_multiplied(wrong, call, tokens_of(call), roles="v")
@@ -316,9 +316,9 @@ def test_zoo_says_which_form_measures_a_model(model_type: str, forms: str):
 def test_registered_names_exist_in_transformers():
     import importlib
 
-    from wellcond.attention.find import ADAPTERS
+    from wellcond.attention.families import table_of
 
-    sample = [name for name in ADAPTERS if name.startswith("transformers.models.")][::15]
+    sample = list(table_of("transformers"))[::15]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing forty old families warns about everything from jit to natten
         missing = [

@@ -13,11 +13,11 @@ import wellcond as wc
 from lab.helpers import tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import assert_same_run, small_job, stop_after
 from wellcond import find_attention
-from wellcond.attention.head_norm import EPS
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.capture.forms import captured_form
 from wellcond.lab.models.build import build_model
 from wellcond.lab.models.changes import add_qk_norm_
+from wellcond.lab.models.head_norm import EPS
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run import run_job
 

@@ -172,7 +172,7 @@ def _built(
     build: Callable[..., AttentionSite], place: Place, *parts: nn.Module, **options: Any
 ) -> AttentionSite | None:
     try:
-        return build(place, *parts, family="declared", **options)
+        return build(place, *parts, **options)
     except (ValueError, TypeError):
         return None  # rows that these heads do not divide
 

@@ -19,17 +19,17 @@ from torch import nn
 
 from wellcond.arguments import check_flag, check_model
 from wellcond.attention.declared import Example, prove_declared
-from wellcond.attention.head_norm import HEAD_NORM, ROWS_ATTRIBUTE
+from wellcond.attention.families import Adapter, known_classes, table_of
 from wellcond.attention.site import AttentionSite, Place
 from wellcond.attention.sites import Sites
 from wellcond.attention.structure import describe_by_structure
 from wellcond.errors import AttentionNotFoundError, LayoutWarning, UnsupportedLayoutError, WeightError
 
-Adapter = Callable[[Place], AttentionSite | None]
 ADAPTERS: dict[str, Adapter] = {}
+"""Registered adapters; they come before those of `wellcond.attention.families`, which contract tests prove."""
 EXAMPLES: dict[str, Example] = {}
-BUILT_IN: dict[str, Adapter] = {}
-"""Adapters of wellcond itself, which contract tests prove."""
+FACTS_ATTRIBUTE = "_wellcond_site_facts"
+"""A module that projects queries may carry a function under this name, from a site to the site with further facts."""
 
 
 def dotted_name(cls: type) -> str:
@@ -61,7 +61,7 @@ def register_adapter(*targets: type | str, example: Example | None = None) -> Ca
         >>> @register_adapter(MyAttention)
         ... def my_attention(place):
         ...     m = place.module
-        ...     return fused_site(place, m.mix, num_heads=m.heads, arrangement="groups", family="mine")
+        ...     return fused_site(place, m.mix, num_heads=m.heads, arrangement="groups")
         >>> from wellcond import find_attention
         >>> find_attention(MyAttention())[0].k.rows[1].tolist()
         [16, 17, 18, 19]
@@ -91,26 +91,31 @@ def register_adapter(*targets: type | str, example: Example | None = None) -> Ca
 def find_adapter(module: nn.Module) -> Adapter | None:
     """The adapter of a module's class, or of the nearest base whose forward it keeps."""
     name = _registered_name(module)
-    return None if name is None else ADAPTERS[name]
+    return None if name is None else _adapter_named(name)
+
+
+def _adapter_named(name: str) -> Adapter | None:
+    return ADAPTERS.get(name) or table_of(name.partition(".")[0]).get(name)
 
 
 def _registered_name(module: nn.Module) -> str | None:
     cls = type(module)
     for base in cls.__mro__:
         name = dotted_name(base)
-        if name in ADAPTERS and getattr(base, "forward", None) is getattr(cls, "forward", None):
+        if _adapter_named(name) is not None and getattr(base, "forward", None) is getattr(cls, "forward", None):
             return name
     return None
 
 
 def find_base_adapter(module: nn.Module) -> Adapter | None:
     """The adapter of the nearest base class, whether or not its forward is kept."""
-    return next((ADAPTERS[name] for base in type(module).__mro__ if (name := dotted_name(base)) in ADAPTERS), None)
+    adapters = (_adapter_named(dotted_name(base)) for base in type(module).__mro__)
+    return next((adapter for adapter in adapters if adapter is not None), None)
 
 
 def registered_families() -> list[str]:
     """Names of every registered attention class, without the package."""
-    return sorted({name.rpartition(".")[2] for name in ADAPTERS})
+    return sorted({name.rpartition(".")[2] for name in (*ADAPTERS, *known_classes())})
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ def scan_attention(model: nn.Module) -> Scan:
             raise WeightError(f"{where}: {error}") from error
         for site in found:
             if site is not None:
-                sites.append(_with_head_norm(_with_kind_of_base(place, site)))
+                sites.append(_with_added_facts(_with_kind_of_base(place, site)))
     return Scan(sites, refusals)
 
 
@@ -151,9 +156,10 @@ def _described(place: Place, registered: str) -> AttentionSite | None:
 
     Raises: UnsupportedLayoutError if the forward pass reads other heads than the adapter declares.
     """
-    adapter = ADAPTERS[registered]
+    adapter = _adapter_named(registered)
+    assert adapter is not None
     site = adapter(place)
-    if site is None or BUILT_IN.get(registered) is adapter or registered.startswith("wellcond."):
+    if site is None or registered not in ADAPTERS or registered.startswith("wellcond."):
         return site
     if not isinstance(site, AttentionSite):
         name = getattr(adapter, "__name__", repr(adapter))
@@ -186,13 +192,10 @@ def _with_kind_of_base(place: Place, site: AttentionSite) -> AttentionSite:
     return replace(site, kind=base.kind, modifiers=modifiers, o=site.o or base.o)
 
 
-def _with_head_norm(site: AttentionSite) -> AttentionSite:
-    """The site with what `add_head_norm_` has changed among its facts."""
-    if ROWS_ATTRIBUTE not in vars(site.by_role("query").owner):
-        return site
-    if site.qk_norm is None:
-        return replace(site, qk_norm="rms")
-    return replace(site, modifiers=(*site.modifiers, HEAD_NORM))
+def _with_added_facts(site: AttentionSite) -> AttentionSite:
+    """The site with what was changed afterwards in the module that projects its queries (`FACTS_ATTRIBUTE`)."""
+    added: Callable[[AttentionSite], AttentionSite] | None = vars(site.by_role("query").owner).get(FACTS_ATTRIBUTE)
+    return site if added is None else added(site)
 
 
 def find_attention(model: nn.Module, *, strict: bool = True) -> Sites:

@@ -1,8 +1,8 @@
-"""How adapters say where projections are: where the rows of each head sit, and one builder per storage style.
+"""Where the rows of each head are in a stored weight, and one builder of sites per storage style.
 
-A wrong arrangement is silent: the shapes are equal, the rows are someone else's. `QKVLayout` is the only code that
-knows arrangements. It answers every question with a table of row numbers of shape (heads, head_dim), which describes
-any storage at all: contiguous, interleaved, sharded. Every builder checks shapes.
+A wrong arrangement is silent: the shapes are equal, the rows are those of another head. `QKVLayout` is the only code
+that knows arrangements. It answers every question with a table of row numbers of shape (heads, head_dim), which
+describes any storage: contiguous, interleaved, sharded. Every builder checks shapes.
 
 Legend: H query heads, K key/value heads, g = H / K, d head width.
 """
@@ -58,7 +58,7 @@ class QKVLayout:
     - ``groups``: for each key/value head, its g query heads, its key, its value (in the order of `order`).
 
     `order` lists the roles that are stored: ``"qkv"`` (default), ``"kv"`` where the query has a weight of its own, or
-    another permutation. `shards` repeats the whole arrangement for consecutive shares of the heads (CodeGen: 4).
+    another permutation. `shards` repeats the whole arrangement for consecutive parts of the heads (CodeGen: 4).
 
     Example:
         >>> QKVLayout(num_heads=2, head_dim=1, arrangement="groups").rows("v").tolist()
@@ -117,20 +117,6 @@ class QKVLayout:
         within = head_rows(heads_per_unit, self.width(role), start=start)
         units = stride * torch.arange(num_units)[:, None, None]
         return (units + within).reshape(-1, self.width(role))
-
-    def split(self, weight: Tensor) -> dict[str, Tensor]:
-        """Heads of each role, (count, head width, in_features), from a fused (rows, in_features) weight."""
-        if weight.shape[0] != self.num_rows:
-            raise ValueError(f"expected {self.num_rows} rows for {self}, got {weight.shape[0]}")
-        return {role: weight[self.rows(role)] for role in self.order}
-
-    def merge(self, heads: dict[str, Tensor]) -> Tensor:
-        """Inverse of `split`."""
-        first = heads[self.order[0]]
-        fused = first.new_empty((self.num_rows, *first.shape[2:]))
-        for role in self.order:
-            fused[self.rows(role)] = heads[role]
-        return fused
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -231,14 +217,18 @@ def _check_counts(place: Place, **counts: Any) -> None:
             check_int(f"{place.class_name}: {name}", count, at_least=1)
 
 
-def _known_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts by the names of the fields of `AttentionSite` that no builder sets.
+def _site(
+    place: Place, arrangement: str, slots: tuple[Slot, Slot, Slot], output: nn.Module | None, facts: dict[str, Any]
+) -> AttentionSite:
+    """A site with facts by the names of the fields that no builder sets.
 
     Raises: UnknownChoiceError for another name.
     """
     for name in facts:
         check_choice("fact of an attention site", name, FACTS)
-    return facts
+    q, k, v = slots
+    o = output_slot(place, output, q.num_heads, v.head_dim)
+    return AttentionSite(name=place.name, module=place.module, arrangement=arrangement, q=q, k=k, v=v, o=o, **facts)
 
 
 def separate_site(
@@ -251,7 +241,6 @@ def separate_site(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     output: nn.Module | None = None,
-    family: str,
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with three projections of their own; heads follow each other in the rows."""
@@ -261,17 +250,10 @@ def separate_site(
     value_dim = divide_heads(place, "value", out_features(v), kv_heads)
     check_rows(place, "query", out_features(q), [num_heads], [head_dim])
     check_rows(place, "key", out_features(k), [kv_heads], [head_dim])
-    return AttentionSite(
-        name=place.name,
-        module=place.module,
-        family=family,
-        arrangement="separate",
-        q=projection_slot(q, head_rows(num_heads, head_dim)),
-        k=projection_slot(k, head_rows(kv_heads, head_dim)),
-        v=projection_slot(v, head_rows(kv_heads, value_dim)),
-        o=output_slot(place, output, num_heads, value_dim),
-        **_known_facts(facts),
-    )
+    query = projection_slot(q, head_rows(num_heads, head_dim))
+    key = projection_slot(k, head_rows(kv_heads, head_dim))
+    value = projection_slot(v, head_rows(kv_heads, value_dim))
+    return _site(place, "separate", (query, key, value), output, facts)
 
 
 def fused_site(
@@ -286,7 +268,6 @@ def fused_site(
     order: str = "qkv",
     shards: int = 1,
     output: nn.Module | None = None,
-    family: str,
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with one projection that holds Q, K and V."""
@@ -301,17 +282,9 @@ def fused_site(
     if len(order) != 3:
         raise ValueError(f"order: expected q, k and v in a fused projection, got {order!r}")
     sharded = "" if shards == 1 else f", {shards} shards of {order}"
-    return AttentionSite(
-        name=place.name,
-        module=place.module,
-        family=family,
-        arrangement=f"fused {arrangement}{sharded}{', transposed' if is_conv1d(qkv) else ''}",
-        q=projection_slot(qkv, layout.rows("q")),
-        k=projection_slot(qkv, layout.rows("k")),
-        v=projection_slot(qkv, layout.rows("v")),
-        o=output_slot(place, output, num_heads, value_dim),
-        **_known_facts(facts),
-    )
+    arranged = f"fused {arrangement}{sharded}{', transposed' if is_conv1d(qkv) else ''}"
+    query, key, value = (projection_slot(qkv, layout.rows(role)) for role in "qkv")
+    return _site(place, arranged, (query, key, value), output, facts)
 
 
 def query_and_kv_site(
@@ -322,26 +295,20 @@ def query_and_kv_site(
     num_heads: int,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
+    value_head_dim: int | None = None,
     arrangement: Arrangement = "blocks",
     output: nn.Module | None = None,
-    family: str,
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with a query projection and one that holds K and V."""
-    _check_counts(place, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    counts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    _check_counts(place, **counts, value_head_dim=value_head_dim)
     kv_heads = num_kv_heads or num_heads
     head_dim = head_dim or divide_heads(place, "query", out_features(q), num_heads)
     check_rows(place, "query", out_features(q), [num_heads], [head_dim])
-    check_rows(place, "fused k, v", out_features(kv), [kv_heads, kv_heads], [head_dim] * 2)
-    layout = QKVLayout(num_heads, head_dim, kv_heads, arrangement=arrangement, order="kv")
-    return AttentionSite(
-        name=place.name,
-        module=place.module,
-        family=family,
-        arrangement=f"q + fused kv {arrangement}",
-        q=projection_slot(q, head_rows(num_heads, head_dim)),
-        k=projection_slot(kv, layout.rows("k")),
-        v=projection_slot(kv, layout.rows("v")),
-        o=output_slot(place, output, num_heads, head_dim),
-        **_known_facts(facts),
-    )
+    value_dim = value_head_dim or head_dim
+    check_rows(place, "fused k, v", out_features(kv), [kv_heads, kv_heads], [head_dim, value_dim])
+    layout = QKVLayout(num_heads, head_dim, kv_heads, value_dim, arrangement, order="kv")
+    query = projection_slot(q, head_rows(num_heads, head_dim))
+    key, value = (projection_slot(kv, layout.rows(role)) for role in "kv")
+    return _site(place, f"q + fused kv {arrangement}", (query, key, value), output, facts)

@@ -274,7 +274,6 @@ class AttentionSite:
 
     name: str
     module: nn.Module
-    family: str
     arrangement: str
     q: Slot
     k: Slot
@@ -310,7 +309,7 @@ class AttentionSite:
         check_choice("attention kind", self.kind, get_args(Kind))
         if self.qk_norm is not None:
             check_choice("qk_norm", self.qk_norm, get_args(Normaliser))
-        for name in ("name", "family", "arrangement"):
+        for name in ("name", "arrangement"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name}: expected a text, got {describe(getattr(self, name))}")
         if self.scale is not None:

@@ -32,7 +32,7 @@ class Reading:
 
     text: str
     describe: Callable[[nn.Module], AttentionSite]
-    code: str = 'fused_site(place, m.qkv, num_heads=m.num_heads, output=m.proj, family="mine")'
+    code: str = "fused_site(place, m.qkv, num_heads=m.num_heads, output=m.proj)"
     """The call of a builder that says the same."""
 
     def streams(self, on: nn.Module) -> list[AttentionSite]:
@@ -259,7 +259,7 @@ def _with_heads(
             holder = on.get_submodule(path)
             parts = [holder.get_submodule(name) for name in wanted]
             facts = declared_facts(place)
-            return build(here, *parts, output=find_output(on), family="structure", **facts, **heads, **option)
+            return build(here, *parts, output=find_output(on), **facts, **heads, **option)
 
         words = [f"{heads['num_heads']} heads", *map(str, option.values())]
         text = " ".join(["separate" if len(wanted) == 3 else "fused", *words])
@@ -292,7 +292,7 @@ def _call_text(
         (name for name, part in module.named_modules() if part is output and output is not None), None
     )
     arguments += [f"output=m.{path_of_output}"] if path_of_output else []
-    return f'{build.__name__}({", ".join(arguments)}, family="mine")'
+    return f"{build.__name__}({', '.join(arguments)})"
 
 
 def _strided(site: AttentionSite) -> AttentionSite:
@@ -378,7 +378,6 @@ def added_stream(site: AttentionSite) -> AttentionSite | None:
         num_heads=site.num_heads,
         num_kv_heads=site.num_kv_heads,
         output=output if layout.is_projection(output) else None,
-        family=site.family,
         scale=site.scale,
     )
     return replace(added, stream="added")
@@ -505,9 +504,7 @@ def _parameter_site(place: Place, q: Slot, k: Slot, v: Slot, o: Slot | None, arr
     if o is not None and (o.num_heads, o.head_dim) != (q.num_heads, v.head_dim):
         raise UnsupportedLayoutError(place.name, "its output has other heads.", class_name=place.class_name)
     facts = declared_facts(place)
-    return AttentionSite(
-        name=place.name, module=place.module, family="structure", arrangement=arrangement, q=q, k=k, v=v, o=o, **facts
-    )
+    return AttentionSite(name=place.name, module=place.module, arrangement=arrangement, q=q, k=k, v=v, o=o, **facts)
 
 
 def _module_output(place: Place, q: Slot) -> Slot | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.effective import class_without_conditioning, corrections_of
+from wellcond.attention.names import HEADS
 from wellcond.attention.plain_copy import plain_class, plain_copy
 from wellcond.attention.record import Arguments, copy_argument, run, undisturbed
 from wellcond.attention.sharding import is_distributed, reshard_, whole
@@ -23,9 +24,6 @@ from wellcond.attention.site import AttentionSite, Slot
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
 from wellcond.measurement.records import NUMERICAL, LayerReport
-
-# Under these names attention modules keep the number of heads that their forward pass splits into.
-HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "heads", "n_head")
 
 
 def measure_sharded(
@@ -134,7 +132,7 @@ def _check_head_count(site: AttentionSite) -> None:
     """Refuse a module that was told to split into its own process's heads: with whole weights it computes nonsense."""
     if not is_distributed(site.q.parameter):
         return
-    counts = {name: getattr(site.module, name, site.num_heads) for name in HEAD_COUNTS}
+    counts = {name: getattr(site.module, name, site.num_heads) for name in HEADS}
     for name, count in counts.items():
         if isinstance(count, int) and count not in (site.num_heads, site.num_kv_heads):
             raise UnsupportedLayoutError(

@@ -1,7 +1,4 @@
-"""The words of `AttentionSite.modifiers`, in one place: what changes the mathematics and no other field expresses.
-
-A word is set by what a module, its layer or its config says, not by its class alone.
-"""
+"""The words of `AttentionSite.modifiers`: what changes the mathematics and no other field expresses."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from collections.abc import Mapping
 
 ATTENTION_SINKS = "attention sinks"
 EXTRA_KEYS = "extra keys"
-LOCAL_WINDOW = "local window"
 SELECTED_KEYS = "selected keys"
 QUERY_POSITION_TERM = "query position term"
 POSITION_DEPENDENT_SCALE = "position-dependent scale"
@@ -24,7 +20,6 @@ GATED_OUTPUT = "gated output"
 VOCABULARY: Mapping[str, str] = {
     ATTENTION_SINKS: "a learned logit per head joins the softmax, so that the weights of the keys sum to less than one",
     EXTRA_KEYS: "keys and values that no token makes are seen too: learned ones, or zeros",
-    LOCAL_WINDOW: "position decides which keys a query sees: a sliding window, a chunk, a window or grid of the image",
     SELECTED_KEYS: "something besides position decides which keys a query sees: an indexer, or chance",
     QUERY_POSITION_TERM: "the logits have a term that multiplies positions with the query",
     POSITION_DEPENDENT_SCALE: "the scale of the logits grows with the position of the query",
@@ -44,15 +39,10 @@ def those(holds: Mapping[str, bool]) -> tuple[str, ...]:
     Raises: ValueError for a word outside the vocabulary.
 
     Example:
-        >>> those({GATED_OUTPUT: True, OUTPUT_NORM: True, LOCAL_WINDOW: False})
+        >>> those({GATED_OUTPUT: True, OUTPUT_NORM: True, EXTRA_KEYS: False})
         ('output norm', 'gated output')
     """
     unknown = sorted(set(holds) - set(VOCABULARY))
     if unknown:
         raise ValueError(f"unknown modifiers {unknown}; expected some of {list(VOCABULARY)}")
     return tuple(word for word in VOCABULARY if holds.get(word))
-
-
-def union(*groups: tuple[str, ...]) -> tuple[str, ...]:
-    """Every word of the groups once, in the order of the vocabulary."""
-    return those({word: True for group in groups for word in group})

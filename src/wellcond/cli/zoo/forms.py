@@ -23,8 +23,11 @@ from wellcond.jacobian.capture.forms import captured_form
 
 NUM_TOKENS, NUM_KEYS, WIDTH = 6, 5, 40
 MAX_PARAMETERS = 30_000_000
-MEMORY = ("key_value_states", "encoder_hidden_states", "kv", "memory", "key", "value", "key_states", "value_states",
-          "context", "cross_attention_states")  # fmt: skip
+OTHER_TOKENS = tuple(
+    """
+    key_value_states encoder_hidden_states kv memory key value key_states value_states context cross_attention_states
+    """.split()
+)
 ROTATIONS = ("position_embeddings", "rotary_pos_emb", "freqs_cis", "freqs_ci", "rope", "freqs", "image_rotary_emb")
 UNTRIED, DESCRIBED = "not tried", "plain softmax, by description"
 STRUCTURED = "structured: "
@@ -162,22 +165,27 @@ def calls(site: AttentionSite) -> Iterator[Arguments]:
     same = site.by_role("query").in_features == site.by_role("key").in_features
     rotation = next((name for name in ROTATIONS if name in names), None)
     ordinary = {
-        "cu_seqlens": torch.tensor([0, NUM_TOKENS], dtype=torch.int32), "max_seqlen": NUM_TOKENS,
-        "position_ids": torch.arange(NUM_TOKENS)[None], "cache_position": torch.arange(NUM_TOKENS),
+        "cu_seqlens": torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
+        "max_seqlen": NUM_TOKENS,
+        "position_ids": torch.arange(NUM_TOKENS)[None],
+        "cache_position": torch.arange(NUM_TOKENS),
         "relative_position_embeddings": torch.randn(1, 2 * NUM_TOKENS - 1, site.in_features, dtype=torch.float64),
-        "output_attentions": False, "seq_len": NUM_TOKENS, "sequence_length": NUM_TOKENS, "num_frames": 1,
-    }  # fmt: skip
+        "output_attentions": False,
+        "seq_len": NUM_TOKENS,
+        "sequence_length": NUM_TOKENS,
+        "num_frames": 1,
+    }
     required = {name: ordinary.get(name) for name in names[1:] if parameters[name].default is inspect.Parameter.empty}
     required |= {name: ordinary[name] for name in names[1:] if name in ordinary}
     rotations = [] if rotation is None else [{rotation: turn} for turn in _rotations(site)]
     rotations = [*rotations, {}] if site.rotary else [{}, *rotations]
-    memories: list[dict[str, Tensor]] = [{}]
-    asked = [name for name in names[1:] if name in MEMORY and (site.cross or name in required)]
+    others: list[dict[str, Tensor]] = [{}]
+    asked = [name for name in names[1:] if name in OTHER_TOKENS and (site.cross or name in required)]
     if asked:
-        memories = [dict.fromkeys(asked, memory) for memory in ((y, x) if same else (y,))]
+        others = [dict.fromkeys(asked, other) for other in ((y, x) if same else (y,))]
     for turn in rotations:
-        for memory in memories:
-            given = required | memory | turn
+        for other in others:
+            given = required | other | turn
             if "cu_seqlens" in names:  # tokens of all samples follow each other
                 yield Arguments((x[0],), given)
             yield Arguments((x,), given)
@@ -188,8 +196,8 @@ def _rotations(site: AttentionSite) -> Iterator[Any]:
     """Cosines and sines, in the shapes that models use; any numbers will do."""
     module: Any = site.module
     partial = [getattr(module, name, None) for name in ("rotary_ndims", "rotary_dim", "rope_dim", "qk_rope_head_dim")]
-    widths = dict.fromkeys([site.head_dim, *(w for w in partial if isinstance(w, int)), site.head_dim // 2,
-                            site.head_dim // 4])  # fmt: skip
+    declared = [width for width in partial if isinstance(width, int)]
+    widths = dict.fromkeys([site.head_dim, *declared, site.head_dim // 2, site.head_dim // 4])
     generator = torch.Generator().manual_seed(2)
     angles = [torch.rand(NUM_TOKENS, width, generator=generator, dtype=torch.float64) for width in widths if width]
     yield from ((angle.cos()[None], angle.sin()[None]) for angle in angles)

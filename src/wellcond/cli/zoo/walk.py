@@ -26,10 +26,9 @@ from wellcond.jacobian.capture import capture_sites
 from wellcond.lab.models.build import LAYER_COUNTS
 
 # From the smallest up: the first word that a model's name contains decides; names with none of them come last.
-SMALL_WORDS = (
-    "test", "zepto", "atto", "femto", "pico", "nano", "xxs", "xs", "tiny", "t0", "mini", "s0", "b0", "m0",
-    "small", "s1", "m1", "d1", "18", "s12", "050", "26", "medium", "base",
-)  # fmt: skip
+SMALL_WORDS = """
+    test zepto atto femto pico nano xxs xs tiny t0 mini s0 b0 m0 small s1 m1 d1 18 s12 050 26 medium base
+""".split()
 # A module of timm that holds one of these projects queries, keys or values; a squeeze-excite gate holds none.
 PROJECTION_NAME = re.compile(r"^(to_|c_|in_proj_)?(q|k|v|qk|kv|qkv|qkvs|query|key|value)(_proj|_lin|_gate)?$")
 NUM_LAYERS, NUM_EXPERTS = 2, 16

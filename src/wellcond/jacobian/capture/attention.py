@@ -17,9 +17,6 @@ from wellcond.jacobian.capture.align import align, candidates, head_views, is_ma
 from wellcond.jacobian.head import Head
 from wellcond.linalg.spectrum import to_float64
 
-# Position decides which keys a query sees, and nothing else changes: masks, or windows as samples of their own.
-HARMLESS = ("local window",)
-
 
 @dataclass(frozen=True, eq=False)
 class CapturedAttention:
@@ -263,7 +260,7 @@ def why_site_is_not_plain(site: AttentionSite) -> str:
         "heads are mixed (talking heads)": site.talking_heads,
     }
     said = [reason for reason, holds in reasons.items() if holds]
-    said += [modifier for modifier in site.modifiers if modifier not in HARMLESS]
+    said += site.modifiers
     if not said and site.scale is None:
         said = ["its scale is not known"]
     return "; ".join(said)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellcond.attention.families.modifiers import LOCAL_WINDOW
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
 from wellcond.jacobian.capture.attention import CapturedAttention
@@ -163,5 +162,5 @@ def _row_wise(captured: CapturedAttention, generic: GenericHead, biases: bool) -
         return None
     said = ["rotary"] if site.rotary else []
     said += [f"{site.qk_norm} norm on queries and keys"] if site.qk_norm else []
-    said += [word for word in site.modifiers if word != LOCAL_WINDOW]
+    said += site.modifiers
     return CapturedForm(form, f"structured: {', '.join(said) or 'row-wise softmax'}")

@@ -9,11 +9,13 @@ within sqrt(d). Parameters, their names and state dicts stay as they are.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.find import FACTS_ATTRIBUTE
 from wellcond.attention.layout import is_projection
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import UnsupportedLayoutError
@@ -95,7 +97,15 @@ def _add(slot: Slot) -> None:
     if ROWS_ATTRIBUTE not in state:
         forward = NormedForward(slot.owner)
         state["forward"], state[ROWS_ATTRIBUTE] = forward, []
+        state[FACTS_ATTRIBUTE] = with_head_norm
     state[ROWS_ATTRIBUTE].append((None if slot.span is None else slot.span.start, slot.rows))
+
+
+def with_head_norm(site: AttentionSite) -> AttentionSite:
+    """The site with the norm among its facts; `find_attention` calls this for modules whose queries are normalised."""
+    if site.qk_norm is None:
+        return replace(site, qk_norm="rms")
+    return replace(site, modifiers=(*site.modifiers, HEAD_NORM))
 
 
 def _refused(site: AttentionSite, why: str) -> UnsupportedLayoutError:

@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
 from torch import nn
 
 from wellcond.attention.families import modifiers
-from wellcond.attention.find import register_adapter
 from wellcond.attention.layout import QKVLayout, head_rows, output_slot
 from wellcond.attention.site import AttentionSite, Place, Slot
 
 
-@register_adapter(nn.MultiheadAttention)
-def torch_mha(place: Place) -> AttentionSite:
+def multihead_attention(place: Place) -> AttentionSite:
     """Describe an nn.MultiheadAttention. Its caller's mask decides whether it is causal."""
     module: nn.MultiheadAttention = place.module  # type: ignore[assignment]
     layout = QKVLayout(module.num_heads, module.head_dim)
+    is_fused = module.kdim == module.vdim == module.embed_dim
     bias_name = "in_proj_bias" if module.in_proj_bias is not None else None
 
     def slot(role: str) -> Slot:
         fused_rows = layout.rows(role)
-        if module._qkv_same_embed_dim:
+        if is_fused:
             return Slot(module, "in_proj_weight", fused_rows, bias_name=bias_name)
         # The three weights are apart, but the bias stays fused.
         rows = head_rows(module.num_heads, module.head_dim)
         return Slot(module, f"{role}_proj_weight", rows, bias_name=bias_name, bias_rows=fused_rows)
 
-    site = AttentionSite(
+    decoder = place.parent
+    after_encoder = isinstance(decoder, nn.TransformerDecoderLayer) and decoder.multihead_attn is module
+    return AttentionSite(
         name=place.name,
         module=module,
-        family="torch.nn.MultiheadAttention",
-        arrangement="fused blocks" if module._qkv_same_embed_dim else "separate",
+        arrangement="fused blocks" if is_fused else "separate",
         q=slot("q"),
         k=slot("k"),
         v=slot("v"),
         o=output_slot(place, module.out_proj, module.num_heads, module.head_dim),
         scale=module.head_dim**-0.5,
         causal=None,
+        cross=after_encoder or not is_fused,
         modifiers=modifiers.those({modifiers.EXTRA_KEYS: module.bias_k is not None or module.add_zero_attn}),
     )
-    return replace(site, cross=_is_cross_attention(place))
 
 
-def _is_cross_attention(place: Place) -> bool:
-    parent = place.parent
-    in_decoder = isinstance(parent, torch.nn.TransformerDecoderLayer) and parent.multihead_attn is place.module
-    module: nn.MultiheadAttention = place.module  # type: ignore[assignment]
-    return in_decoder or not module._qkv_same_embed_dim
+TABLE = {"torch.nn.modules.activation.MultiheadAttention": multihead_attention}

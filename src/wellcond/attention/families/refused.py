@@ -1,12 +1,48 @@
-"""Hugging Face attention that q, k, v slots cannot express, each with its reason; and mixers that are no attention."""
+"""Attention that q, k, v slots cannot express, each with its reason; and mixers of transformers that are no attention.
+
+Refusing beats not recognising: a user who initialises a LeViT learns why nothing was done. Modules without any query
+or key projection (squeeze-excite gates, VOLO's outlook attention) are not attention in this library's sense and are
+left alone. Words are those of the tables of timm and transformers.
+"""
 
 from __future__ import annotations
 
-from wellcond.attention.families import hf_common as hf
-from wellcond.attention.find import Adapter
-from wellcond.attention.site import AttentionSite, Place
+TIMM = {
+    "a batch norm stands between each projection and the product, so the stored rows are not the q, k, v that are "
+    "multiplied.": """
+    models.efficientformer_v2.Attention2d models.efficientformer_v2.Attention2dDownsample models.levit.Attention
+    models.levit.AttentionDownsample models.shvit.SHSA
+    """,
+    "it subtracts two softmax attentions with a learned weight.": """
+    layers.diff_attention.DiffAttention models.vision_transformer.DiffParallelScalingBlock
+    """,
+    "its projections are stored as three-dimensional parameters.": "layers.attention2d.MultiQueryAttentionV2",
+    "its keys are normalised over the tokens and multiplied with the values before the queries (a lambda layer).": """
+    layers.lambda_layer.LambdaLayer
+    """,
+    "its softmax acts on the keys alone (factorised attention), not on products of queries and keys.": """
+    models.coat.FactorAttnConvRelPosEnc
+    """,
+    "its weights are a gated mixture of a softmax of q k^T and a softmax of positions.": "models.convit.GPSA",
+    "its q, k, v are scalars and are multiplied across the batch.": "models.csatv2.SpatialTransformerBlock",
+    "it is linear attention: ReLU features and no softmax.": "models.efficientvit_mit.LiteMLA",
+    "each head reads the previous head's output; batch norms and a depthwise convolution follow the projections.": """
+    models.efficientvit_msra.CascadedGroupAttention
+    """,
+    "its values are normalised per token and head after their projection, so they are not on a linear path.": """
+    models.gemma4_vit.Gemma4Attention
+    """,
+    "its values pass a batch norm and a sigmoid after their projection.": "models.iformer.SHMA",
+    "it is separable attention: one scalar score per token, no products of queries and keys.": """
+    models.mobilevit.LinearSelfAttention
+    """,
+    "its q, k or v pass a depthwise convolution and a norm between projection and product, and the queries are "
+    "added to the output.": "models.mvitv2.MultiScaleAttention",
+    "its pooled queries are added to the output.": "models.mvitv2.MultiScaleAttentionPoolFirst",
+    "it is additive attention: no values, no softmax.": "models.swiftformer.EfficientAdditiveAttention",
+}
 
-REFUSED = {
+TRANSFORMERS = {
     "keys and values come out of a low-rank projection (multi-head latent attention), not out of one weight.": """
     axk1.AXK1Attention axk2.AXK2Attention bailing_hybrid.BailingHybridAttention deepseek_v2.DeepseekV2Attention
     deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention deepseek_v4.DeepseekV4Attention
@@ -109,29 +145,10 @@ REFUSED = {
 }
 
 # Recurrences, gates and helpers; some have children named like projections.
-NO_ATTENTION = """
+NO_ATTENTION_IN_TRANSFORMERS = """
     edgetam_video.EdgeTamVideoMemoryAttentionMLP lxmert.LxmertAttentionOutput
     olmo_hybrid.OlmoHybridLinearAttentionDecoderLayer
     patchtsmixer.PatchTSMixerGatedAttention phi4_multimodal.Phi4MultimodalAudioRelativeAttentionBias xlstm.xLSTMLayer
     olmo_hybrid.OlmoHybridGatedDeltaNet qwen3_5.Qwen3_5GatedDeltaNet qwen3_5_moe.Qwen3_5MoeGatedDeltaNet
     qwen3_next.Qwen3NextGatedDeltaNet qwen4_exp.Qwen4ExpTextGatedDeltaNet rwkv.RwkvFeedForward rwkv.RwkvSelfAttention
 """
-
-
-def refuse_because(reason: str) -> Adapter:
-    """An adapter that refuses with this reason."""
-
-    def refuse(place: Place) -> AttentionSite | None:
-        raise hf.refusal(place, reason)
-
-    return refuse
-
-
-def no_attention(place: Place) -> None:
-    """Not an attention, whatever its children are called."""
-    return None
-
-
-for _reason, _names in REFUSED.items():
-    hf.register(_names, refuse_because(_reason))
-hf.register(NO_ATTENTION, no_attention)

@@ -1,0 +1,165 @@
+"""What the tables of all libraries are made of: columns, and the site that a row describes.
+
+A row maps class names to a function of the module's place, written with columns. The value of a column is what it says,
+or a rule, a function of the place, where it depends on the module:
+
+- sizes (`num_heads`, `num_kv_heads`, `head_dim`, `value_head_dim`): a number, or the name of an attribute;
+- `arrangement`, `order`, `shards` of a fused weight, as in `wellcond.attention.layout.QKVLayout`;
+- `refuse`: a rule and the reason that it is a module which q, k, v slots cannot express;
+- facts of the site: `kind`, `scale` (a number, `ROOT`, None where it is learned or not one number), `causal`, `cross`,
+  `relative_position_bias`, `qk_norm`, `rotary`, `talking_heads`, `roles`;
+- `modifiers`: for each word (`wellcond.attention.families.modifiers`) whether it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch import nn
+
+from wellcond.attention import layout
+from wellcond.attention.families import Adapter
+from wellcond.attention.families.modifiers import those
+from wellcond.attention.layout import FACTS
+from wellcond.attention.site import AttentionSite, Place
+from wellcond.errors import UnsupportedLayoutError, check_choice
+
+Rule = Callable[[Place], Any]
+ROOT = "head_dim ** -0.5"
+"""As a scale: the inverse root of the width of a query head."""
+SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_head_dim")
+STORAGE = (*SIZES, "arrangement", "order", "shards")
+COLUMNS = (*STORAGE, *FACTS, "refuse")
+
+
+def by_class(rows: Mapping[str, Adapter], dotted: Callable[[str], str]) -> dict[str, Adapter]:
+    """A table by dotted class names from one whose keys are lists of words; `dotted` completes a word."""
+    return {dotted(word): adapter for words, adapter in rows.items() for word in words.split()}
+
+
+def attribute(name: str) -> Rule:
+    """The value of an attribute of the module."""
+    return lambda place: getattr(place.module, name)
+
+
+def has(*names: str) -> Rule:
+    """Whether one of these attributes of the module is there and true."""
+    return lambda place: any(bool(getattr(place.module, name, None)) for name in names)
+
+
+def holds(name: str) -> Rule:
+    """Whether an attribute of the module is there and not None."""
+    return lambda place: getattr(place.module, name, None) is not None
+
+
+def setting(name: str) -> Rule:
+    """Whether a value of the nearest config is there and true."""
+    return lambda place: bool(place.config(name, False))
+
+
+def negated(rule: Rule) -> Rule:
+    """The opposite of a rule."""
+    return lambda place: not rule(place)
+
+
+def checked(columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a row, if all of them are known.
+
+    Raises: UnknownChoiceError.
+    """
+    for name in columns:
+        check_choice("column", name, COLUMNS)
+    return columns
+
+
+def value_of(column: Any, place: Place) -> Any:
+    """What a column says of this module."""
+    return column(place) if callable(column) else column
+
+
+def storage_of(place: Place, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes and arrangement as the builders take them, without what is not declared."""
+    found = {name: value_of(columns[name], place) for name in STORAGE if name in columns}
+    for name in SIZES:
+        if isinstance(found.get(name), str):
+            found[name] = getattr(place.module, found[name], place.config(found[name]))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def build(place: Place, parts: Iterable[nn.Module], **declared: Any) -> AttentionSite:
+    """Site of three projections, of a query and a fused one, or of one for all."""
+    parts = list(parts)
+    builder: Any = {1: layout.fused_site, 2: layout.query_and_kv_site, 3: layout.separate_site}[len(parts)]
+    return builder(place, *parts, **declared)
+
+
+def part_named(module: Any, path: str) -> Any:
+    """A part of a module by its path, such as ``"query.proj"``; None where there is none."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def with_facts(place: Place, site: AttentionSite, columns: Mapping[str, Any]) -> AttentionSite:
+    """The site with the facts that the columns say."""
+    facts = {name: value_of(columns[name], place) for name in FACTS if name in columns}
+    if facts.get("scale") == ROOT:
+        facts["scale"] = site.head_dim**-0.5
+    facts["modifiers"] = those({word: value_of(rule, place) for word, rule in facts.get("modifiers", {}).items()})
+    return replace(site, **facts)
+
+
+def check_refusal(place: Place, columns: Mapping[str, Any]) -> None:
+    """Raise if the columns say that this module is refused.
+
+    Raises: UnsupportedLayoutError.
+    """
+    rule, reason = columns.get("refuse", (None, ""))
+    if rule is not None and rule(place):
+        refuse(place, reason)
+
+
+def refuse(place: Place, reason: str) -> NoReturn:
+    """Raise with the reason why q, k, v slots cannot express this module.
+
+    Raises: UnsupportedLayoutError.
+    """
+    raise UnsupportedLayoutError(place.name, reason, class_name=place.class_name)
+
+
+def refused(reason: str) -> Adapter:
+    """How a class is described that is always refused."""
+    return lambda place: refuse(place, reason)
+
+
+def attention(
+    projections: str,
+    *,
+    output: str | None,
+    then: Callable[[AttentionSite], AttentionSite] | None = None,
+    **columns: Any,
+) -> Adapter:
+    """How classes are described whose modules name their projections.
+
+    Args:
+        projections: paths of one for q, k and v, of two for q and kv, or of three; of alternatives apart by ``|`` the
+            first counts that a module has.
+        output: path of the output projection; None where there is none.
+        then: corrects the site.
+        **columns: see above.
+    """
+    checked(columns)
+
+    def describe(place: Place) -> AttentionSite:
+        check_refusal(place, columns)
+        choices = [[part_named(place.module, path) for path in names.split()] for names in projections.split("|")]
+        parts = next((parts for parts in choices if None not in parts), None)
+        if parts is None:
+            refuse(place, f"it has no projections under the names {projections}.")
+        out = None if output is None else part_named(place.module, output)
+        site = with_facts(place, build(place, parts, output=out, **storage_of(place, columns)), columns)
+        return site if then is None else then(site)
+
+    return describe

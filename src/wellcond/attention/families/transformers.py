@@ -1,0 +1,800 @@
+"""Attention of Hugging Face transformers.
+
+Each row was read against the classes' forward. Sizes, scale, causality and norms are as a rule what a module states
+about itself; the columns of a row say what it does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from wellcond.attention import layout, names
+from wellcond.attention.families import Adapter, refused, table
+from wellcond.attention.families import modifiers as words
+from wellcond.attention.families.table import (
+    ROOT,
+    Rule,
+    attribute,
+    build,
+    by_class,
+    check_refusal,
+    checked,
+    has,
+    holds,
+    negated,
+    refuse,
+    setting,
+    storage_of,
+    value_of,
+    with_facts,
+)
+from wellcond.attention.site import AttentionSite, Place
+
+
+def dotted(word: str) -> str:
+    """Dotted class name from a word such as ``llama.LlamaAttention``.
+
+    A word is the folder under transformers.models (``folder/file`` where the file is not named after it) and the class.
+
+    Example:
+        >>> dotted("llama.LlamaAttention")
+        'transformers.models.llama.modeling_llama.LlamaAttention'
+    """
+    where, _, cls = word.rpartition(".")
+    folder, _, file = where.partition("/")
+    return f"transformers.models.{folder}.modeling_{file or folder}.{cls}"
+
+
+# What a module states about itself
+
+
+def first_attribute(module: nn.Module, wanted: tuple[str, ...]) -> Any:
+    """The first of these attributes that the module has and that is not None."""
+    return next((value for value in (getattr(module, name, None) for name in wanted) if value is not None), None)
+
+
+def stated_scale(place: Place) -> float | None:
+    """Logit scale as the module states it."""
+    stated = first_attribute(place.module, names.SCALE)
+    return float(stated) if isinstance(stated, (int, float)) and not isinstance(stated, bool) else None
+
+
+def is_cross(place: Place) -> bool:
+    """Whether the module, or the part of its layer that it stands in, is named as cross attention."""
+    if getattr(place.module, "is_cross_attention", None) is True:
+        return True
+    named = any(part in names.CROSS for part in place.name.split("."))
+    return named or "CrossAttention" in place.class_name
+
+
+def is_causal(place: Place) -> bool:
+    """Causality as the module states it; never of cross attention."""
+    return bool(getattr(place.module, "is_causal", False)) and not is_cross(place)
+
+
+def qk_norm(place: Place) -> str | None:
+    """Normaliser of queries and keys by the class of the module's own norm."""
+    norm = first_attribute(place.module, names.QK_NORM)
+    if not isinstance(norm, nn.Module) or isinstance(norm, nn.Identity):
+        return None
+    name = type(norm).__name__.lower()
+    # transformers' "L2Norm" divides by the root mean square.
+    if "rms" in name or "l2norm" in name:
+        return "rms"
+    return "layer" if "layernorm" in name else "other"
+
+
+def holds_module(*wanted: str) -> Rule:
+    """Whether one of these attributes is a module."""
+    return lambda place: any(isinstance(getattr(place.module, name, None), nn.Module) for name in wanted)
+
+
+def clips(place: Place) -> bool:
+    """Whether projected queries, keys and values are clamped."""
+    return bool(getattr(place.module, "clip_qkv", None) or place.config("clip_qkv"))
+
+
+STATED_MODIFIERS: dict[str, Rule] = {
+    words.ATTENTION_SINKS: holds("sinks"),
+    words.SELECTED_KEYS: lambda place: getattr(place.module, "num_random_blocks", 0) > 0 or holds("indexer")(place),
+    words.LOGIT_SOFTCAP: holds("attn_logit_softcapping"),
+    words.CLIPPED_QKV: clips,
+    words.SCALED_VALUES: lambda place: getattr(place.module, "v_scale", 1.0) != 1.0,
+    words.OUTPUT_NORM: holds_module("attn_sub_norm", "inner_attn_ln", "o_norm"),
+    words.GATED_OUTPUT: holds_module("gate_proj", "g_proj"),
+}
+STATED: dict[str, Any] = {"scale": stated_scale, "causal": is_causal, "cross": is_cross, "qk_norm": qk_norm}
+# With these, logits are not one fixed multiple of the products of q and k plus terms that do not depend on q and k.
+WITHOUT_SCALE = {
+    words.LOGIT_SOFTCAP,
+    words.CLIPPED_QKV,
+    words.QUERY_POSITION_TERM,
+    words.POSITION_DEPENDENT_SCALE,
+    words.POOLED_QUERIES,
+}
+
+
+def rotation_factor(place: Place, head_dim: int) -> float | None:
+    """What the rotary embedding multiplies queries and keys with (YaRN, LongRoPE); None where it is not one number."""
+    for holder in (place.module, *place.ancestors()):
+        rotary = getattr(holder, "rotary_emb", None)
+        if not isinstance(rotary, nn.Module):
+            continue
+        stated = {value for name, value in vars(rotary).items() if name.endswith("attention_scaling")}
+        if stated <= {1.0, None}:
+            return 1.0
+        rotated = {2 * buffer.numel() for name, buffer in rotary.named_buffers() if name.endswith("inv_freq")}
+        # Channels that are not rotated keep their size.
+        return float(stated.pop()) if len(stated) == 1 and rotated == {head_dim} else None
+    return 1.0
+
+
+# How a module is described: three projections, or one fused
+
+
+def with_stated_facts(place: Place, site: AttentionSite, columns: dict[str, Any]) -> AttentionSite:
+    """The site with what the module states about itself and, over that, what the columns say.
+
+    The scale includes the rotation's own factor.
+    """
+    modifiers = STATED_MODIFIERS | columns.get("modifiers", {})
+    holding = {word: bool(value_of(rule, place)) for word, rule in modifiers.items()}
+    facts = STATED | {"relative_position_bias": holding.get(words.QUERY_POSITION_TERM, False)} | columns
+    facts["modifiers"] = holding
+    if any(holding.get(word) for word in WITHOUT_SCALE):
+        facts["scale"] = None
+    site = with_facts(place, site, facts)
+    if site.rotary and site.scale is not None:
+        factor = rotation_factor(place, site.head_dim)
+        return replace(site, scale=None if factor is None else site.scale * factor**2)
+    return site
+
+
+def separate(**columns: Any) -> Adapter:
+    """How a class is described with three projections whose heads follow each other in the rows."""
+    return partial(describe_separate, columns=checked(columns))
+
+
+def describe_separate(place: Place, columns: dict[str, Any]) -> AttentionSite:
+    """Site of a module with three projections of its own."""
+    check_refusal(place, columns)
+    q, k, v = projections_of(place)
+    rows, kv_rows = layout.out_features(q), layout.out_features(k)
+    head_dim = storage_of(place, columns).get("head_dim") or first_attribute(place.module, names.HEAD_DIM)
+    head_dim = int(head_dim or layout.divide_heads(place, "query", rows, head_count(place)))
+    sizes = {"num_heads": rows // head_dim, "num_kv_heads": kv_rows // head_dim, "head_dim": head_dim}
+    value_dim = layout.divide_heads(place, "value", layout.out_features(v), sizes["num_kv_heads"])
+    output = output_of(place, sizes["num_heads"] * value_dim)
+    return with_stated_facts(place, build(place, (q, k, v), output=output, **sizes), columns)
+
+
+def fused(**columns: Any) -> Adapter:
+    """How a class is described with one projection for queries, keys and values."""
+    return partial(describe_fused, columns=checked(columns))
+
+
+def describe_fused(place: Place, columns: dict[str, Any]) -> AttentionSite:
+    """Site of a module with one fused projection."""
+    check_refusal(place, columns)
+    projection = first_attribute(place.module, names.FUSED)
+    if not isinstance(projection, nn.Module):
+        refuse(place, f"it has no fused projection under any of {', '.join(names.FUSED)}.")
+    storage = storage_of(place, {"num_heads": head_count} | columns)
+    site = build(place, [projection], **storage)
+    output = output_of(place, site.num_heads * site.head_dim)
+    return with_stated_facts(place, build(place, [projection], output=output, **storage), columns)
+
+
+def head_count(place: Place) -> int:
+    """Number of query heads that the module declares."""
+    count = first_attribute(place.module, names.HEADS)
+    if count is None:
+        refuse(place, "it declares neither a number of heads nor a head width.")
+    return int(count)
+
+
+def projections_of(place: Place) -> list[nn.Module]:
+    """Query, key and value projections under their usual names; Moshi wraps each of them."""
+    for trio in names.SEPARATE:
+        parts = [_unwrapped(getattr(place.module, name, None)) for name in trio]
+        if all(layout.is_projection(part) for part in parts):
+            return parts
+    refuse(place, "its query, key and value projections are not three plain linear maps.")
+
+
+def _unwrapped(part: Any) -> Any:
+    return part if layout.is_projection(part) else getattr(part, "linear", part)
+
+
+def output_of(place: Place, width: int) -> nn.Module | None:
+    """W_O: a child of the module, or the `dense` of the `output` beside it (BERT), if its columns are the heads."""
+    candidates = [getattr(place.module, name, None) for name in names.OUTPUT]
+    candidates += [getattr(getattr(place.parent, "output", None), "dense", None), getattr(place.parent, "o_proj", None)]
+    for candidate in candidates:
+        if isinstance(candidate, (nn.Sequential, nn.ModuleList)) and len(candidate):
+            candidate = candidate[0]
+        candidate = _unwrapped(candidate)
+        if isinstance(candidate, nn.Module) and layout.is_projection(candidate):
+            weight: Tensor = candidate.weight  # type: ignore[assignment]
+            columns = weight.shape[0 if layout.is_conv1d(candidate) else 1]
+            return candidate if columns == width else None
+    return None
+
+
+# Rules of single columns
+
+
+def in_decoder(place: Place) -> bool:
+    """Causality of modules that know only whether they belong to a decoder."""
+    decoder = getattr(place.module, "is_decoder", None)
+    return bool(place.config("is_decoder", False) if decoder is None else decoder) and not is_cross(place)
+
+
+def in_text_tower(place: Place) -> bool:
+    """Causality of CLIP-like classes: one class for both towers, and only the text tower gets a causal mask."""
+    for ancestor in place.ancestors():
+        name = type(ancestor).__name__
+        # The nearest class that names one of the two; VisionTextDualEncoder names both and decides nothing.
+        if ("Text" in name) != ("Vision" in name):
+            return "Text" in name
+    return False
+
+
+def in_cross_layer(place: Place) -> bool:
+    """One class for self and cross attention; the layer around it tells which."""
+    return is_cross(place) or "CrossAttention" in type(place.parent).__name__
+
+
+def named(part: str) -> Rule:
+    """Whether the module's name contains this."""
+    return lambda place: part in place.name
+
+
+def leaf(place: Place) -> str:
+    """What the module is called in the module around it."""
+    return place.name.rpartition(".")[2]
+
+
+def is_not_self(place: Place) -> bool:
+    """Whether the module is called otherwise than self-attention."""
+    return "self_attn" not in leaf(place)
+
+
+def slides(place: Place) -> bool:
+    """Whether the module has a sliding window."""
+    return place.module.sliding_window is not None
+
+
+def layer_value(name: str) -> Rule:
+    """Whether a per-layer list of the config is true at this module's layer."""
+    return lambda place: bool(place.config(name)[place.module.layer_idx])
+
+
+def layer_type_rotates(place: Place) -> bool:
+    """Layer types without rope parameters are not rotated."""
+    layer_type = place.config("layer_types")[place.module.layer_idx]
+    return place.config("rope_parameters")[layer_type] is not None
+
+
+def relative_kind(place: Place) -> bool:
+    """Conformers may multiply relative positions with the queries; rotary ones rotate tokens, not queries and keys."""
+    return getattr(place.module, "position_embeddings_type", "relative") in ("relative", "relative_key")
+
+
+def beit_bias(place: Place) -> bool:
+    """The module or its layer has a relative position bias, or the encoder shares one with all layers."""
+    own = getattr(place.module, "has_relative_position_bias", False)
+    of_layer = getattr(place.parent, "relative_position_bias", None) is not None
+    return bool(own or of_layer or place.config("use_shared_relative_position_bias", False))
+
+
+def in_other_image(place: Place) -> bool:
+    """SuperGlue's layers alternate between one image and the other."""
+    number = int(next(part for part in place.name.split(".") if part.isdigit()))
+    return place.config("gnn_layers_types")[number] == "cross"
+
+
+def in_rotating_encoder(place: Place) -> bool:
+    """CLVP's encoders rotate their values too; its decoder rotates nothing."""
+    in_encoder = any(type(ancestor).__name__ == "ClvpEncoder" for ancestor in place.ancestors())
+    return in_encoder and bool(place.config("use_rotary_embedding", False))
+
+
+def imagegpt_scale(place: Place) -> float:
+    """ImageGPT computes its scale inside forward, from two options."""
+    module: Any = place.module
+    scale = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
+    return scale / float(module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
+
+
+def falcon_kv_heads(place: Place) -> int:
+    """Falcon: groups of queries with their key and value, one key and value for all, or as many as queries."""
+    module: Any = place.module
+    if module.new_decoder_architecture:
+        return module.num_kv_heads
+    return 1 if module.multi_query else module.num_heads
+
+
+def falcon_arrangement(place: Place) -> str:
+    """Falcon's old multi-query weight has blocks; its others have a key and a value after their queries."""
+    module: Any = place.module
+    return "blocks" if module.multi_query and not module.new_decoder_architecture else "groups"
+
+
+def is_exact_nystrom(place: Place) -> bool:
+    """With as many landmarks as tokens and no convolution a Nystromformer is plain softmax attention."""
+    module: Any = place.module
+    return module.num_landmarks == module.seq_len and module.conv_kernel_size is None
+
+
+# Storage that is neither three projections nor one
+
+
+def gpt2(place: Place, **columns: Any) -> AttentionSite:
+    """GPT-2 and its relatives: one fused weight; cross attention has a query of its own."""
+    module: Any = place.module
+    if not module.is_cross_attention:
+        return describe_fused(place, {"causal": True} | columns)
+    parts = (module.q_attn, module.c_attn)
+    site = build(place, parts, num_heads=module.num_heads, output=module.c_proj)
+    return with_stated_facts(place, site, {"causal": False} | columns)
+
+
+def granite_speech(place: Place) -> AttentionSite:
+    """Keys and values in one weight; relative positions are multiplied with the queries."""
+    module: Any = place.module
+    site = build(place, (module.to_q, module.to_kv), num_heads=module.num_heads, output=module.to_out)
+    return with_stated_facts(place, site, {"causal": False, "modifiers": POSITION_TERM})
+
+
+def gated_query(place: Place) -> AttentionSite:
+    """``q_proj`` has, for each head, the query's rows and then the rows of a sigmoid gate on the output."""
+    module: Any = place.module
+    width = module.head_dim
+    heads, kv_heads = (
+        layout.out_features(module.q_proj) // (2 * width),
+        layout.out_features(module.k_proj) // width,
+    )
+    layout.check_rows(place, "query and gate", layout.out_features(module.q_proj), [heads], [2 * width])
+    site = AttentionSite(
+        name=place.name,
+        module=module,
+        arrangement="separate, query and gate interleaved",
+        q=layout.projection_slot(module.q_proj, layout.head_rows(heads, width, stride=2 * width)),
+        k=layout.projection_slot(module.k_proj, layout.head_rows(kv_heads, width)),
+        v=layout.projection_slot(module.v_proj, layout.head_rows(kv_heads, width)),
+        o=layout.output_slot(place, module.o_proj, heads, width),
+    )
+    return with_stated_facts(place, site, {"rotary": True, "modifiers": {words.GATED_OUTPUT: True}})
+
+
+def no_attention(place: Place) -> None:
+    """Not an attention, whatever its children are called."""
+    return None
+
+
+nystromformer = separate(
+    scale=ROOT,
+    causal=False,
+    kind=lambda place: "softmax" if is_exact_nystrom(place) else "nystrom",
+    modifiers={words.VALUE_CONVOLUTION: holds("conv_kernel_size")},
+)
+"""Landmarks are means of scaled queries and keys, and a convolution of the values is added."""
+
+POSITION_TERM = {words.QUERY_POSITION_TERM: True}
+
+# Which rotate their queries and keys, and state the rest.
+ROTARY = """
+    apertus.ApertusAttention arcee.ArceeAttention aria.AriaTextAttention bamba.BambaAttention bitnet.BitNetAttention
+    blt.BltSelfAttention chameleon.ChameleonAttention cohere.CohereAttention cosmos3_edge.Cosmos3EdgeTextAttention
+    csm.CsmAttention cwm.CwmAttention deepseek_ocr2.DeepseekOcr2TextAttention dia.DiaSelfAttention
+    dinov3_vit.DINOv3ViTAttention dots1.Dots1Attention emu3.Emu3Attention eomt_dinov3.EomtDinov3Attention
+    ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention ernie4_5_vl_moe.Ernie4_5_VLMoeTextAttention
+    esmc.EsmcAttention esmfold2.EsmFold2AtomAttention eurobert.EuroBertAttention evolla.EvollaAttention
+    flex_olmo.FlexOlmoAttention gemma.GemmaAttention gemma2.Gemma2Attention glm.GlmAttention glm4.Glm4Attention
+    glm4_moe.Glm4MoeAttention glm4v.Glm4vTextAttention glm4v_moe.Glm4vMoeTextAttention
+    glm_image.GlmImageTextAttention glm_ocr.GlmOcrTextAttention glmasr.GlmAsrAttention gpt_oss.GptOssAttention
+    gradium_phonon_tts.GradiumPhononTTSAttention granite.GraniteAttention
+    granite4_vision.Granite4VisionTextAttention granitemoe.GraniteMoeAttention
+    granitemoeshared.GraniteMoeSharedAttention gte.GteAttention helium.HeliumAttention
+    higgs_audio_v2.HiggsAudioV2Attention hrm_text.HrmTextAttention hunyuan_v1_dense.HunYuanDenseV1Attention
+    hunyuan_v1_moe.HunYuanMoEV1Attention hunyuan_vl.HunYuanVLDenseV1Attention hy_v3.HYV3Attention
+    hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention jina_embeddings_v3.JinaEmbeddingsV3Attention
+    kimi_k25.Kimi_K25VisionAttention laguna.LagunaAttention lasr.LasrEncoderAttention lfm2.Lfm2Attention
+    lfm2_moe.Lfm2MoeAttention llama.LlamaAttention llama4.Llama4VisionAttention mellum.MellumAttention
+    mimi.MimiAttention mimo_v2_flash.MiMoV2FlashAttention minimax.MiniMaxAttention minimax_m2.MiniMaxM2Attention
+    minimax_m3_vl.MiniMaxM3VLAttention minimax_m3_vl.MiniMaxM3VLVisionAttention ministral.MinistralAttention
+    mistral.MistralAttention mixtral.MixtralAttention mlcd.MLCDAttention mllama.MllamaTextSelfAttention
+    modernbert_decoder.ModernBertDecoderAttention molmo2.Molmo2Attention muse_glimmer.MuseGlimmerVisionAttention
+    muse_glimmer_assistant.MuseGlimmerAssistantAttention muse_spark.MuseSparkVisionAttention
+    nanochat.NanoChatAttention nemotron.NemotronAttention nemotron3_5_transcribe.Nemotron3_5TranscribeAttention
+    nemotron3_diarization.Nemotron3DiarizationAttention nomic_bert.NomicBertAttention olmo.OlmoAttention
+    olmo2.Olmo2Attention olmo3.Olmo3Attention olmoe.OlmoeAttention paddleocr_vl.PaddleOCRAttention
+    paddleocr_vl.PaddleOCRVisionAttention pe_audio.PeAudioEncoderAttention
+    pe_audio_video.PeAudioVideoEncoderAttention pe_video.PeVideoEncoderAttention phi.PhiAttention
+    phimoe.PhimoeAttention pixtral.PixtralAttention pocket_tts.PocketTTSAttention
+    pocket_tts_audio_tokenizer.PocketTTSAudioTokenizerAttention qwen2.Qwen2Attention
+    qwen2_5_omni.Qwen2_5OmniAttention qwen2_5_omni.Qwen2_5OmniVisionAttention qwen2_5_vl.Qwen2_5_VLAttention
+    qwen2_moe.Qwen2MoeAttention qwen2_vl.Qwen2VLAttention qwen3.Qwen3Attention qwen3_moe.Qwen3MoeAttention
+    qwen3_omni_moe.Qwen3OmniMoeCode2WavAttention qwen3_omni_moe.Qwen3OmniMoeTalkerCodePredictorAttention
+    qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention qwen3_vl.Qwen3VLTextAttention
+    qwen3_vl_moe.Qwen3VLMoeTextAttention recurrent_gemma.RecurrentGemmaAttention sam3.Sam3ViTRoPEAttention
+    sapiens2.Sapiens2Attention seed_oss.SeedOssAttention solar_open.SolarOpenAttention stablelm.StableLmAttention
+    starcoder2.Starcoder2Attention step3p7.Step3p7Attention step3p7.Step3p7VisionAttention
+    t5gemma.T5GemmaSelfAttention ultrabert.UltrabertAttention unlimited_ocr.UnlimitedOcrTextAttention
+    vaultgemma.VaultGemmaAttention video_llama_3.VideoLlama3VisionAttention vjepa2.VJEPA2RopeAttention
+    voxtral_realtime.VoxtralRealtimeAttention voxtral_realtime.VoxtralRealtimeTextAttention
+"""
+# Which state everything. NeuCodec and Xcodec2 rotate by the number of the head, which drops out of the products.
+PLAIN = """
+    albert.AlbertAttention align.AlignTextSelfAttention altclip.AltCLIPAttention altclip.AltRobertaSelfAttention
+    audio_spectrogram_transformer.ASTAttention audioflamingo3.AudioFlamingo3Attention bart.BartAttention
+    bert.BertCrossAttention bert.BertSelfAttention bert_generation.BertGenerationCrossAttention
+    bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention blenderbot.BlenderbotAttention
+    blenderbot_small.BlenderbotSmallAttention blip_2.Blip2QFormerMultiHeadAttention
+    bridgetower.BridgeTowerCrossAttention bridgetower.BridgeTowerSelfAttention camembert.CamembertCrossAttention
+    camembert.CamembertSelfAttention canary.CanaryCrossAttention canary.CanarySelfAttention
+    chinese_clip.ChineseCLIPTextSelfAttention chinese_clip.ChineseCLIPVisionAttention clap.ClapTextSelfAttention
+    cohere_asr.CohereAsrCrossAttention cohere_asr.CohereAsrSelfAttention
+    conditional_detr.ConditionalDetrSelfAttention cosmos3_edge.Cosmos3EdgeVisionAttention ctrl.MultiHeadAttention
+    d_fine.DFineSelfAttention data2vec/data2vec_audio.Data2VecAudioAttention
+    data2vec/data2vec_text.Data2VecTextCrossAttention data2vec/data2vec_text.Data2VecTextSelfAttention
+    deformable_detr.DeformableDetrSelfAttention deimv2.Deimv2SelfAttention deit.DeiTAttention
+    detr.DetrCrossAttention detr.DetrSelfAttention dia.DiaCrossAttention dinov2.Dinov2Attention
+    dinov2_with_registers.Dinov2WithRegistersAttention distilbert.DistilBertSelfAttention dpt.DPTSelfAttention
+    electra.ElectraCrossAttention electra.ElectraSelfAttention emu3.Emu3VQVAEAttentionBlock eomt.EomtAttention
+    ernie.ErnieCrossAttention ernie.ErnieSelfAttention esmfold2.EsmFold2DiffusionAttention git.GitVisionAttention
+    hubert.HubertAttention hunyuan_vl.HunYuanVLVisionAttention idefics2.Idefics2VisionAttention
+    idefics3.Idefics3VisionAttention ijepa.IJepaAttention instructblip.InstructBlipQFormerMultiHeadAttention
+    instructblipvideo.InstructBlipVideoQFormerMultiHeadAttention internvl.InternVLVisionAttention
+    jamba.JambaAttention janus.JanusVisionAttention kosmos2.Kosmos2VisionAttention kosmos2.KosmosTextAttention
+    kosmos2_5.Kosmos2_5TextAttention kosmos2_5.Kosmos2_5VisionAttention layoutlm.LayoutLMSelfAttention
+    lw_detr.LwDetrAttention lw_detr.LwDetrViTAttention m2m_100.M2M100Attention marian.MarianAttention
+    markuplm.MarkupLMSelfAttention mask2former.Mask2FormerAttention maskformer.MaskFormerDetrCrossAttention
+    maskformer.MaskFormerDetrSelfAttention mbart.MBartAttention minicpm_ocr.MiniCPMOcrVisionAttention
+    minicpmv4_6.MiniCPMV4_6VisionAttention minicpmv4_7.MiniCPMV4_7VisionAttention mllama.MllamaTextCrossAttention
+    mllama.MllamaVisionAttention mobilebert.MobileBertSelfAttention
+    moonshine_streaming.MoonshineStreamingEncoderAttention
+    moss_transcribe_diarize.MossTranscribeDiarizeAudioAttention musicgen.MusicgenAttention
+    musicgen_melody.MusicgenMelodyAttention nemotron_h.NemotronHAttention neucodec.NeuCodecAttention
+    oneformer.OneFormerAttention oneformer.OneFormerTextMapperAttention opt.OPTAttention ovis2.Ovis2VisionAttention
+    patchtsmixer.PatchTSMixerAttention patchtst.PatchTSTAttention pegasus.PegasusAttention
+    pegasus_x.PegasusXGlobalLocalAttention pix2struct.Pix2StructVisionAttention pixio.PixioAttention
+    plbart.PLBartAttention pp_doclayout_v2.PPDocLayoutV2SelfAttention pp_doclayout_v3.PPDocLayoutV3SelfAttention
+    pp_doclayout_v4.PPDocLayoutV4SelfAttention pp_formulanet.PPFormulaNetAttention
+    qianfan_ocr.QianfanOCRVisionAttention qwen2_5_omni.Qwen2_5OmniAudioAttention qwen2_audio.Qwen2AudioAttention
+    qwen3_asr.Qwen3ASRAudioAttention qwen3_omni_moe.Qwen3OmniMoeAudioAttention radio.RadioAttention
+    rf_detr.RfDetrAttention rf_detr.RfDetrDinov2Attention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
+    roberta_prelayernorm.RobertaPreLayerNormCrossAttention roberta_prelayernorm.RobertaPreLayerNormSelfAttention
+    roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention rt_detr.RTDetrSelfAttention
+    rt_detr_v2.RTDetrV2SelfAttention seamless_m4t.SeamlessM4TAttention seamless_m4t_v2.SeamlessM4Tv2Attention
+    segformer.SegformerAttention sew.SEWAttention siglip.SiglipAttention siglip2.Siglip2Attention
+    smolvlm.SmolVLMVisionAttention speech_to_text.Speech2TextAttention splinter.SplinterSelfAttention
+    t5gemma.T5GemmaCrossAttention time_series_transformer.TimeSeriesTransformerAttention
+    tipsv2.Tipsv2VisionAttention unispeech.UniSpeechAttention unispeech_sat.UniSpeechSatAttention
+    unlimited_ocr.UnlimitedOcrAttention videomae.VideoMAESelfAttention videomt.VideomtAttention
+    videoprism.VideoPrismAttention vit.ViTAttention vit_mae.ViTMAEAttention vit_msn.ViTMSNAttention
+    vitpose_backbone.VitPoseBackboneSelfAttention vivit.VivitAttention vjepa2.VJEPA2PoolerCrossAttention
+    vjepa2.VJEPA2PoolerSelfAttention voxtral.VoxtralAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
+    x_clip.XCLIPCrossAttention xcodec2.Xcodec2Attention xlm_roberta.XLMRobertaCrossAttention
+    xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
+    xlm_roberta_xl.XLMRobertaXLSelfAttention xmod.XmodCrossAttention xmod.XmodSelfAttention yolos.YolosSelfAttention
+    zamba.ZambaAttention
+"""
+ENCODER = {"scale": ROOT, "causal": False}
+"""Encoders that divide by the root of the head width inside forward."""
+
+SEPARATE: dict[str, Adapter] = {
+    ROTARY: separate(rotary=True),
+    PLAIN: separate(),
+    # They keep a value of attn_logit_softcapping that their forward does not use.
+    "gemma3.Gemma3Attention t5gemma2.T5Gemma2SelfAttention": separate(
+        rotary=True, modifiers={words.LOGIT_SOFTCAP: False}
+    ),
+    # Rotation by layer.
+    "cohere2.Cohere2Attention flint.FlintAttention": separate(rotary=slides),
+    "cohere2_moe.Cohere2MoeAttention": separate(rotary=lambda place: slides(place) or bool(place.module.force_rope)),
+    """
+    exaone4.Exaone4Attention exaone4_5.Exaone4_5_Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention
+    """: separate(rotary=lambda place: not slides(place) or bool(place.module.is_sliding)),
+    "afmoe.AfmoeAttention": separate(rotary=has("is_local_attention")),
+    "smollm3.SmolLM3Attention": separate(rotary=has("use_rope")),
+    "granitemoehybrid.GraniteMoeHybridAttention": separate(
+        rotary=lambda place: place.config("position_embedding_type") == "rope"
+    ),
+    "granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention": separate(
+        rotary=layer_value("layer_rope_theta")
+    ),
+    "olmo_hybrid.OlmoHybridAttention": separate(
+        rotary=lambda place: any(getattr(module, "rotary_emb", None) is not None for module in place.ancestors())
+    ),
+    "cohere_compass.CohereCompassAttention": separate(rotary=layer_type_rotates),
+    # Layers that are not rotated scale their queries by position.
+    "beam.BeamAttention": separate(
+        rotary=layer_type_rotates,
+        modifiers={words.POSITION_DEPENDENT_SCALE: negated(layer_type_rotates)},
+    ),
+    "llama4.Llama4TextAttention": separate(
+        rotary=has("use_rope"),
+        modifiers={
+            words.POSITION_DEPENDENT_SCALE: lambda place: (
+                place.module.attn_temperature_tuning and not place.module.use_rope
+            )
+        },
+    ),
+    "ministral3.Ministral3Attention": separate(
+        rotary=True,
+        modifiers={
+            words.POSITION_DEPENDENT_SCALE: lambda place: (place.config("rope_parameters") or {}).get(
+                "llama_4_scaling_beta"
+            )
+        },
+    ),
+    # Only self-attention is rotated.
+    """
+    moonshine.MoonshineAttention moonshine_streaming.MoonshineStreamingAttention idefics.IdeficsAttention
+    """: separate(rotary=negated(is_cross)),
+    "roformer.RoFormerSelfAttention": separate(
+        scale=ROOT,
+        causal=in_decoder,
+        rotary=negated(is_cross),
+        refuse=(has("rotary_value"), "it rotates its values too (rotary_value=True)."),
+    ),
+    "clvp.ClvpSelfAttention": separate(
+        causal=named("decoder"), refuse=(in_rotating_encoder, "it rotates its values too.")
+    ),
+    "zamba2.Zamba2Attention": separate(
+        rotary=setting("use_mem_rope"),
+        refuse=(
+            setting("use_shared_attention_adapter"),
+            "each use of this shared block adds low-rank weights of its own.",
+        ),
+    ),
+    # Projections are wrapped; the depth decoder has one weight per codebook, which a slot cannot hold.
+    "moshi.MoshiAttention kyutai_speech_to_text.KyutaiSpeechToTextAttention": separate(
+        causal=True,
+        rotary=holds("rotary_emb"),
+        refuse=(
+            lambda place: not layout.is_projection(place.module.q_proj.linear),
+            "its projections have one weight per codebook.",
+        ),
+    ),
+    # A scale of its own: a fixed number on queries, keys or both.
+    "muse_glimmer.MuseGlimmerTextAttention muse_spark.MuseSparkTextAttention": separate(
+        rotary=layer_value("layer_rope_theta"),
+        scale=lambda place: place.module.scaling * float(place.module.qk_scale_factor),
+    ),
+    "falcon_h1.FalconH1Attention": separate(
+        rotary=True, scale=lambda place: place.module.scaling * place.module.key_multiplier
+    ),
+    "openai_privacy_filter.OpenAIPrivacyFilterAttention": separate(
+        rotary=True, scale=lambda place: place.module.scaling**2
+    ),
+    "gpt_neo.GPTNeoSelfAttention": separate(scale=1.0),
+    # The scale is computed inside forward. DiT rotates only its first head; ESM scales before the rotation.
+    "gptj.GPTJAttention qwen2_5_omni.DiTAttention": separate(rotary=True, scale=ROOT),
+    "esm.EsmSelfAttention evolla.EvollaSaProtSelfAttention": separate(
+        scale=ROOT, rotary=lambda place: getattr(place.module, "position_embedding_type", None) == "rotary"
+    ),
+    """
+    canine.CanineSelfAttention flava.FlavaSelfAttention glpn.GLPNEfficientSelfAttention
+    grounding_dino.GroundingDinoMultiheadAttention mm_grounding_dino.MMGroundingDinoMultiheadAttention
+    mobilevit.MobileViTSelfAttention omdet_turbo.OmDetTurboMultiheadAttention pvt.PvtEfficientSelfAttention
+    pvt_v2.PvtV2SelfAttention tvp.TvpAttention vilt.ViltSelfAttention visual_bert.VisualBertSelfAttention
+    zoedepth.ZoeDepthMultiheadAttention prophetnet.ProphetNetAttention
+    big_bird.BigBirdBlockSparseAttention bigbird_pegasus.BigBirdPegasusBlockSparseAttention
+    """: separate(**ENCODER),
+    "nystromformer.NystromformerSelfAttention": nystromformer,
+    "luke.LukeSelfAttention": separate(
+        **ENCODER,
+        refuse=(
+            has("use_entity_aware_attention"),
+            "entity-aware attention has four query weights (query, w2e, e2w, e2e).",
+        ),
+    ),
+    "lxmert.LxmertAttention": separate(**ENCODER, cross=in_cross_layer),
+    "superglue.SuperGlueSelfAttention": separate(**ENCODER, cross=in_other_image),
+    # Queries and keys have one width per head, values another.
+    "perceiver.PerceiverSelfAttention": separate(
+        head_dim="qk_channels_per_head", scale=ROOT, cross=named("cross_attention")
+    ),
+    # One head over all channels, with 1x1 convolutions as projections.
+    "chameleon.ChameleonVQVAEEncoderAttnBlock janus.JanusVQVAEAttnBlock": separate(
+        head_dim=lambda place: layout.out_features(place.module.q), scale=ROOT
+    ),
+    # Causality: by tower, by decoder, by the config, or by a mask that the caller makes.
+    """
+    aimv2.Aimv2Attention clip.CLIPAttention clipseg.CLIPSegAttention groupvit.GroupViTAttention
+    metaclip_2.MetaClip2Attention owlv2.Owlv2Attention owlvit.OwlViTAttention x_clip.XCLIPAttention
+    """: separate(causal=in_text_tower),
+    """
+    bigbird_pegasus.BigBirdPegasusDecoderAttention informer.InformerAttention nllb_moe.NllbMoeAttention
+    pegasus_x.PegasusXAttention led.LEDDecoderAttention trocr.TrOCRAttention xglm.XGLMAttention
+    """: separate(causal=in_decoder),
+    "mvp.MvpAttention": separate(causal=in_decoder, modifiers={words.EXTRA_KEYS: setting("use_prompt")}),
+    """
+    big_bird.BigBirdSelfAttention bigbird_pegasus.BigBirdPegasusSelfAttention
+    megatron_bert.MegatronBertSelfAttention rembert.RemBertSelfAttention tapas.TapasSelfAttention
+    """: separate(scale=ROOT, causal=in_decoder),
+    "reformer.LocalSelfAttention": separate(scale=ROOT, causal=setting("is_decoder")),
+    "xlm.MultiHeadAttention flaubert.MultiHeadAttention": separate(
+        scale=ROOT, causal=lambda place: bool(place.config("causal", False)) and "encoder_attn" not in place.name
+    ),
+    "fsmt.Attention": separate(
+        cross=has("encoder_decoder_attention"),
+        causal=lambda place: "decoder" in place.name.split(".") and not place.module.encoder_decoder_attention,
+    ),
+    """
+    phi4_multimodal.Phi4MultimodalAudioAttention phi4_multimodal.Phi4MultimodalVisionAttention
+    sam3_lite_text.Sam3LiteTextTextAttention
+    """: separate(causal=None),
+    "deepseek_ocr2.DeepseekOcr2VisionAttention": separate(causal=None, rotary=True),
+    # Text is causal after an image prefix that sees itself wholly.
+    "git.GitSelfAttention": separate(scale=ROOT, causal=None),
+    # An argument of the model's forward decides.
+    "blip/blip_text.BlipTextSelfAttention": separate(
+        scale=ROOT, causal=lambda place: False if is_cross(place) else None
+    ),
+    "dab_detr.DetrAttention table_transformer.TableTransformerAttention tipsv2.Tipsv2TextAttention": separate(
+        causal=False
+    ),
+    # Keys and values of another sequence: mask decoders, memories of video models, matchers of two images, poolers.
+    """
+    edgetam.EdgeTamAttention edgetam_video.EdgeTamVideoAttention sam.SamAttention sam2.Sam2Attention
+    sam2_video.Sam2VideoAttention sam3_tracker.Sam3TrackerAttention sam3_tracker_video.Sam3TrackerVideoAttention
+    sam_hq.SamHQAttention
+    """: separate(causal=False, cross=is_not_self),
+    """
+    edgetam_video.EdgeTamVideoRoPECrossAttention edgetam_video.EdgeTamVideoRoPESelfAttention
+    sam2_video.Sam2VideoRoPEAttention sam3_tracker_video.Sam3TrackerVideoRoPEAttention
+    """: separate(causal=False, cross=is_not_self, rotary=True),
+    # The decoder's attention to the image adds biases from the boxes of its queries.
+    "sam3.Sam3Attention sam3_lite_text.Sam3LiteTextAttention": separate(
+        causal=False, cross=is_not_self, relative_position_bias=lambda place: leaf(place) == "vision_cross_attn"
+    ),
+    "efficientloftr.EfficientLoFTRAttention": separate(
+        cross=named("cross_attention"), rotary=negated(named("cross_attention")), causal=False
+    ),
+    "lightglue.LightGlueAttention": separate(
+        cross=named("cross_attention"), rotary=negated(named("cross_attention")), causal=None
+    ),
+    # Its query norm acts on the tokens, before the projections.
+    "blt.BltCrossAttention": separate(cross=True, qk_norm=None),
+    "idefics2.Idefics2PerceiverAttention": separate(cross=True),
+    "molmo2.Molmo2VisionAttention": separate(cross=named("pooling")),
+    # Biases by relative position. The gate on WavLM's reads the tokens, not the queries.
+    "swin.SwinAttention": separate(relative_position_bias=True),
+    "wavlm.WavLMAttention": separate(causal=False, relative_position_bias=True),
+    """
+    clap.ClapAudioSelfAttention donut/donut_swin.DonutSwinSelfAttention mpnet.MPNetSelfAttention
+    maskformer/maskformer_swin.MaskFormerSwinSelfAttention
+    pp_doclayout_v2.PPDocLayoutV2ReadingOrderSelfAttention
+    """: separate(**ENCODER, relative_position_bias=True),
+    "layoutlmv3.LayoutLMv3SelfAttention": separate(
+        **ENCODER, relative_position_bias=has("has_relative_attention_bias")
+    ),
+    "beit.BeitAttention": separate(relative_position_bias=beit_bias),
+    """
+    data2vec/data2vec_vision.Data2VecVisionSelfAttention data2vec/data2vec_vision.Data2VecVisionSdpaSelfAttention
+    """: separate(**ENCODER, relative_position_bias=beit_bias),
+    # A prefix that sees itself, causal text after it.
+    "cpmant.CpmAntAttention": separate(scale=ROOT, causal=None, relative_position_bias=True),
+    # Cosine attention: normalised q and k, a learned scale, and a bias computed from relative coordinates.
+    "swin2sr.Swin2SRSelfAttention swinv2.Swinv2SelfAttention": separate(
+        scale=None, causal=False, qk_norm="l2", relative_position_bias=True
+    ),
+    # T5: no scale. The first layer of a stack owns the bias table and hands its bias to all self-attention layers.
+    """
+    longt5.LongT5Attention mt5.MT5Attention pix2struct.Pix2StructTextAttention pop2piano.Pop2PianoAttention
+    switch_transformers.SwitchTransformersAttention t5.T5Attention udop.UdopAttention umt5.UMT5Attention
+    """: separate(
+        scale=1.0,
+        cross=in_cross_layer,
+        causal=lambda place: bool(place.module.is_causal) and not in_cross_layer(place),
+        relative_position_bias=negated(in_cross_layer),
+    ),
+    "longt5.LongT5LocalAttention longt5.LongT5TransientGlobalAttention": separate(
+        scale=1.0, causal=False, relative_position_bias=True
+    ),
+    # Relative positions are multiplied with the queries.
+    "bros.BrosSelfAttention": separate(causal=in_decoder, modifiers=POSITION_TERM),
+    "parakeet.ParakeetEncoderAttention": separate(modifiers=POSITION_TERM),
+    """
+    granite_speech5.GraniteSpeech5EncoderAttention nemotron_asr_streaming.NemotronAsrStreamingEncoderAttention
+    """: separate(causal=False, modifiers=POSITION_TERM),
+    """
+    fastspeech2_conformer.FastSpeech2ConformerAttention seamless_m4t.SeamlessM4TConformerSelfAttention
+    seamless_m4t_v2.SeamlessM4Tv2ConformerSelfAttention wav2vec2_bert.Wav2Vec2BertSelfAttention
+    wav2vec2_conformer.Wav2Vec2ConformerSelfAttention
+    """: separate(**ENCODER, modifiers={words.QUERY_POSITION_TERM: relative_kind}),
+    # The encoder does so, the decoder does not.
+    "speecht5.SpeechT5Attention": separate(
+        causal=in_decoder, modifiers={words.QUERY_POSITION_TERM: negated(has("is_decoder"))}
+    ),
+}
+
+FUSED: dict[str, Adapter] = {
+    # (tokens, 3, heads, head_dim) in the rows: all queries, all keys, all values.
+    """
+    blip.BlipAttention blip_2.Blip2Attention florence2.Florence2VisionWindowAttention
+    glm_image.GlmImageVisionAttention instructblip.InstructBlipAttention instructblipvideo.InstructBlipVideoAttention
+    mgp_str.MgpstrAttention pp_ocrv5_mobile_rec.PPOCRV5MobileRecAttention
+    pp_ocrv5_server_rec.PPOCRV5ServerRecAttention pp_ocrv6_small_rec.PPOCRV6SmallRecAttention
+    timesformer.TimesformerSelfAttention
+    """: fused(),
+    """
+    cohere_compass.CohereCompassVisionAttention ernie4_5_vl_moe.Ernie4_5_VLMoeVisionAttention
+    glm4v.Glm4vVisionAttention glm4v_moe.Glm4vMoeVisionAttention glm5_next.Glm5NextVisionAttention
+    glm_ocr.GlmOcrVisionAttention qwen2_5_vl.Qwen2_5_VLVisionAttention qwen2_vl.VisionAttention
+    qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeVisionAttention qwen3_omni_moe.Qwen3OmniMoeVisionAttention
+    qwen3_vl.Qwen3VLVisionAttention qwen3_vl_moe.Qwen3VLMoeVisionAttention qwen4_exp.Qwen4ExpVisionAttention
+    """: fused(rotary=True),
+    "exaone4_5.Exaone4_5_VisionAttention dbrx.DbrxAttention": fused(num_kv_heads="num_key_value_heads", rotary=True),
+    "phi3.Phi3Attention phi4_multimodal.Phi4MultimodalAttention": fused(
+        num_heads="num_attention_heads", num_kv_heads="num_key_value_heads", rotary=True
+    ),
+    "modernbert.ModernBertAttention": fused(num_heads="num_attention_heads", scale=ROOT, rotary=True),
+    "mpt.MptAttention": fused(causal=True, relative_position_bias=True),
+    "bark.BarkSelfAttention": fused(scale=ROOT),
+    "openai.Attention": fused(causal=True, scale=lambda place: ROOT if place.module.scale else 1.0),
+    "gpt2.GPT2Attention decision_transformer.DecisionTransformerGPT2Attention": gpt2,
+    "imagegpt.ImageGPTAttention": partial(gpt2, scale=imagegpt_scale),
+    # Image encoders of SAM and its relatives may multiply decomposed relative positions with the queries.
+    """
+    deepseek_ocr2.DeepseekOcr2SamVisionAttention deepseek_ocr2.DeepseekOcr2SamVisionSdpaAttention
+    got_ocr2.GotOcr2VisionAttention pp_formulanet.PPFormulaNetVisionAttention sam.SamVisionAttention
+    sam.SamVisionSdpaAttention sam_hq.SamHQVisionAttention sam_hq.SamHQVisionSdpaAttention seggpt.SegGptAttention
+    slanext.SLANeXtVisionAttention unlimited_ocr.UnlimitedOcrSamVisionAttention
+    unlimited_ocr.UnlimitedOcrSamVisionSdpaAttention vitdet.VitDetAttention
+    """: fused(modifiers={words.QUERY_POSITION_TERM: has("use_rel_pos", "use_relative_position_embeddings")}),
+    # Queries may be max-pooled over tokens.
+    "sam2.Sam2MultiScaleAttention hiera.HieraMaskUnitAttention": fused(
+        causal=False, modifiers={words.POOLED_QUERIES: lambda place: place.module.query_stride not in (None, 1)}
+    ),
+    # Per head: query, key, value. BLOOM's ALiBi is a bias that depends on the distance.
+    "gpt_neox.GPTNeoXAttention": fused(num_heads="num_attention_heads", arrangement="groups", rotary=True),
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": fused(arrangement="groups", rotary=True, causal=True, scale=ROOT),
+    "persimmon.PersimmonAttention": fused(arrangement="groups", rotary=True),
+    "bloom.BloomAttention": fused(
+        arrangement="groups", causal=True, scale=attribute("inv_norm_factor"), relative_position_bias=True
+    ),
+    "falcon.FalconAttention": fused(
+        num_kv_heads=falcon_kv_heads,
+        arrangement=falcon_arrangement,
+        scale=attribute("inv_norm_factor"),
+        rotary=negated(setting("alibi")),
+        relative_position_bias=setting("alibi"),
+    ),
+    # Multi-query: all queries, one key, one value.
+    "gpt_bigcode.GPTBigCodeAttention": fused(
+        num_kv_heads="kv_heads",
+        arrangement=lambda place: "blocks" if place.module.multi_query else "groups",
+        refuse=(
+            has("is_cross_attention"),
+            "its cross attention reads one key and one value head out of weights for all heads.",
+        ),
+    ),
+    # Four shards, each with its queries, then its values, then its keys.
+    "codegen.CodeGenAttention": fused(order="qvk", shards=4, causal=True, rotary=True, scale=ROOT),
+    # Channels attend to channels within groups: softmax(q^T k) applied to v; the scale depends on the tokens.
+    "florence2.Florence2VisionChannelAttention": fused(num_heads="groups", kind="channel", scale=None),
+}
+
+OTHER: dict[str, Adapter] = {
+    """
+    granite_speech.GraniteSpeechConformerAttention granite_speech_plus.GraniteSpeechPlusConformerAttention
+    """: granite_speech,
+    """
+    qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention
+    qwen4_exp.Qwen4ExpTextAttention
+    """: gated_query,
+    refused.NO_ATTENTION_IN_TRANSFORMERS: no_attention,
+}
+OTHER |= {classes: table.refused(reason) for reason, classes in refused.TRANSFORMERS.items()}
+
+TABLE = by_class(SEPARATE | FUSED | OTHER, dotted)
+TABLE["transformers.models.idefics.vision.IdeficsVisionAttention"] = separate()
