@@ -303,7 +303,7 @@ def test_bad_options_say_what_to_do(run, file):
     model = f"{file}:vit"
     assert "--layers: expected numbers below 2, got 2" in run(model, "--layers", "2")[0]
     assert "expected 'all' or numbers such as 0,5,11" in run(model, "--layers", "first")[0]
-    assert "--heads: no attention that is measured has a key/value head 2" in run(model, "--heads", "0,2")[0]
+    assert "--heads: no attention layer that is measured has a key/value head 2" in run(model, "--heads", "0,2")[0]
     assert "expected one of 'wide', 'stack'" in run(model, "--convention", "tall")[0]
     assert run(model, "--samples", 0)[0] == 2
     assert "'nowhere', which does not exist" in run(model, "--input", "nowhere")[0]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wellcond.doctor.records import Diagnosis
-    from wellcond.measurement.measure import MeasurementReport
+    from wellcond.measurement.records import MeasurementReport
 
 
 @cli.app.command("doctor", rich_help_panel=cli.MODELS)

@@ -20,7 +20,7 @@ from wellcond.doctor.case import Case
 from wellcond.doctor.examine import examine, is_fresh
 from wellcond.doctor.records import Diagnosis, DiagnosisError, LayerFacts
 from wellcond.doctor.rules import judge
-from wellcond.measurement.facts import run_facts
+from wellcond.measurement.run import run_facts
 from wellcond.measurement.measure import measure
 
 

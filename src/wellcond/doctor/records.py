@@ -10,7 +10,7 @@ from typing import Any, Literal
 from wellcond.errors import WellcondError
 from wellcond.files import json_ready
 from wellcond.linalg.records import restore
-from wellcond.measurement.frames import make_frame
+from wellcond.measurement.records import make_frame
 
 SCHEMA = 1
 Severity = Literal["fault", "warning", "note"]

@@ -226,8 +226,8 @@ class Together:
         return not self.refused
 
 
-def say_slow(seconds: float) -> None:
-    """Say in the log of ``wellcond`` that training waits for a measurement, and which options change that."""
+def log_slow(seconds: float) -> None:
+    """Log to ``wellcond`` that training waits for a measurement, and which options change that."""
     logging.getLogger("wellcond").warning(
         "training waits for a measurement of kappa(J) that is expected to take up to %s; fewer heads=, samples= or "
         "tokens in the batch make that less, a smaller budget= or every=() leaves it out",
