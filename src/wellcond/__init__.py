@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from wellcond.jacobian.spectrum import jacobian_spectrum
     from wellcond.linalg.records import JacobianSpectrum, Spectrum
     from wellcond.linalg.spectrum import spectrum
-    from wellcond.measurement.measure import MeasureSettings, measure
-    from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport
+    from wellcond.measurement.measure import measure
+    from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport, MeasureSettings
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
 
 __all__ = [
@@ -98,8 +98,8 @@ _LAZY = {
     "init.apply": ("init_",),
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),
-    "measurement.measure": ("MeasureSettings", "measure"),
-    "measurement.records": ("HeadReport", "LayerReport", "MeasurementReport"),
+    "measurement.measure": ("measure",),
+    "measurement.records": ("HeadReport", "LayerReport", "MeasurementReport", "MeasureSettings"),
     "linalg.records": ("JacobianSpectrum", "Spectrum"),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
 }

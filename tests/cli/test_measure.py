@@ -71,7 +71,7 @@ def test_digits_json_and_page(run, file, tmp_path):
     assert code == 0
     same(output, wc.measure(tiny(), load_digits()[0].inputs[:2], samples=2))
     assert out.startswith(wc.measure(tiny(), load_digits()[0].inputs[:2], samples=2).to_table())
-    assert "4 heads of 2 attentions" in out and "dead heads: none" in out
+    assert "4 heads of 2 attention layers" in out and "dead heads: none" in out
     page = html.read_text()
     version = f"<dd>wellcond {wc.__version__}</dd>"
     for name in (
@@ -253,7 +253,7 @@ def test_hugging_face_vision(run, tmp_path):
         p for k, v in (arguments | {"image_size": 8, "patch_size": 4}).items() for p in ("--model-arg", f"{k}={v}")
     ]
     code, out = run("hf:vit", *pairs, "--input", "digits")
-    assert code == 0 and "2 heads of 1 attentions" in out
+    assert code == 0 and "2 heads of 1 attention layer;" in out
 
 
 def test_what_models_read():

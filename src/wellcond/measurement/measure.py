@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, get_args
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_batch, check_flag, check_int, check_ints, describe
+from wellcond.arguments import check_batch, check_ints, describe
 from wellcond.attention.checks import Chosen, check_readable, choose_sites
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import check_choice
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.forms import CapturedForm, Part, captured_form, output_form, parts_of, samples_of
@@ -34,20 +33,20 @@ from wellcond.jacobian.diagnosis import (
 )
 from wellcond.jacobian.head import Blocks, Head, build_all_blocks
 from wellcond.jacobian.plain import stack_size, wide_forms
-from wellcond.jacobian.select import METHODS, SLOW_SECONDS, TooLongError, show_seconds
+from wellcond.jacobian.select import SLOW_SECONDS, TooLongError, show_seconds
 from wellcond.jacobian.spectrum import form_spectra
 from wellcond.lab.nystrom.form import nystrom_map
-from wellcond.linalg.records import Convention, JacobianSpectrum, Spectrum
+from wellcond.linalg.records import JacobianSpectrum, Spectrum
 from wellcond.linalg.spectrum import SoftmaxSpectrum, spectra, to_float64
 from wellcond.measurement.records import (
     NUMERICAL,
-    Combine,
     FailedHead,
-    Grouped,
     HeadReport,
     Kappa,
     LayerReport,
     MeasurementReport,
+    MeasureOptions,
+    MeasureSettings,
 )
 from wellcond.measurement.run import MeasurementLog, run_facts
 from wellcond.measurement.sharded import measure_sharded
@@ -59,77 +58,6 @@ Admit = Callable[[str, int, float | None], bool]
 computed, and again with the seconds that it may take when these are known."""
 GROUP_BYTES = 256 * 2**20
 """Memory for the Jacobians of small heads that are decomposed together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasureSettings:
-    """What `measure` computes of every head; each field is also a keyword of `measure`.
-
-    Attributes:
-        convention: ``wide``, the Jacobian, or ``stack``, the papers' matrix.
-        kappa: which condition number `samples` and means are about.
-        samples: how many samples (or windows) of the batch to measure.
-        combine: ``mean`` measures them one by one; ``stack`` as one Jacobian, since they share the weights.
-        grouped: query heads that share keys and values: ``joint``, one Jacobian of all of them, or ``each`` by itself,
-            which is smaller.
-        jacobian: False measures weights and attention maps only, which takes milliseconds.
-        method: of `jacobian_spectrum`.
-        biases: biases count as parameters.
-        output: also measure each layer's output through W_O, with respect to all its Q, K, V together.
-        memory_limit: bytes that may be used.
-
-    Raises: UnknownChoiceError, TypeError, ValueError: values that do not exist or exclude each other.
-
-    Example:
-        >>> MeasureSettings(samples=4, kappa="pseudo").combine
-        'mean'
-    """
-
-    convention: Convention = "wide"
-    kappa: Kappa = "strict"
-    samples: int = 1
-    combine: Combine = "mean"
-    grouped: Grouped = "joint"
-    jacobian: bool = True
-    method: str = "auto"
-    biases: bool = False
-    output: bool = False
-    memory_limit: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be measured before anything runs."""
-        check_choice("convention", self.convention, get_args(Convention))
-        check_choice("kappa", self.kappa, get_args(Kappa))
-        check_choice("combine", self.combine, get_args(Combine))
-        check_choice("grouped", self.grouped, get_args(Grouped))
-        check_choice("Jacobian method", self.method, ("auto", *METHODS))
-        check_int("samples", self.samples, at_least=1)
-        for name in ("jacobian", "biases", "output"):
-            check_flag(name, getattr(self, name))
-        if self.memory_limit is not None:
-            check_int("memory_limit", self.memory_limit, at_least=1)
-        if self.convention == "stack" and self.biases:
-            raise ValueError(
-                "biases=True: the stacked convention is defined without biases; leave them out, or use "
-                "convention='wide'"
-            )
-        if self.output and not self.jacobian:
-            raise ValueError("output=True is about the Jacobian, and jacobian=False leaves it out")
-
-
-class MeasureOptions(TypedDict, total=False):
-    """The fields of `MeasureSettings` as keywords."""
-
-    convention: Convention
-    kappa: Kappa
-    samples: int
-    combine: Combine
-    grouped: Grouped
-    jacobian: bool
-    method: str
-    biases: bool
-    output: bool
-    memory_limit: int | None
 
 
 def log_slow(seconds: float) -> None:
@@ -294,6 +222,7 @@ def _measure_captured(
         if log is not None:
             log.add(name, report)
         found[number].append(report)
+    groups.clear()
     if first_error is not None and not any(found):
         first_error.add_note(f"none of the {len(plan)} heads that were asked for could be measured")
         raise first_error
