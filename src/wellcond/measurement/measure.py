@@ -383,11 +383,12 @@ class _Group:
         return [first, *(self._spectra(self._forms(number)) for number in range(1, count))]
 
     def _forms(self, number: int) -> list[CapturedForm]:
-        biases = self.task.biases
+        samples, biases = self.samples[number], self.task.biases
         plain = list(wide_forms(self.plain[number], biases)) if self.plain else [None] * len(self.parts)
-        options = {"samples": self.samples[number], "biases": biases}
         return [
-            captured_form(self.captured, part.kv_head, query_head=part.query_head, plain=form, **options)
+            captured_form(
+                self.captured, part.kv_head, samples=samples, biases=biases, query_head=part.query_head, plain=form
+            )
             for part, form in zip(self.parts, plain, strict=True)
         ]
 
