@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from wellcond.linalg.records import JacobianSpectrum, Spectrum
     from wellcond.linalg.spectrum import spectrum
     from wellcond.measurement.measure import measure
-    from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport, MeasureSettings
+    from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport
+    from wellcond.measurement.run import MeasureSettings
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
 
 __all__ = [
@@ -99,7 +100,8 @@ _LAZY = {
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),
     "measurement.measure": ("measure",),
-    "measurement.records": ("HeadReport", "LayerReport", "MeasurementReport", "MeasureSettings"),
+    "measurement.records": ("HeadReport", "LayerReport", "MeasurementReport"),
+    "measurement.run": ("MeasureSettings",),
     "linalg.records": ("JacobianSpectrum", "Spectrum"),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
 }

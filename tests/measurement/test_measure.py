@@ -20,7 +20,7 @@ from wellcond.jacobian.capture.forms import captured_form
 from wellcond.jacobian.generic.head import GenericHead
 from wellcond.jacobian.plain import WideForm, dense_jacobian
 from wellcond.jacobian.spectrum import form_spectrum
-from wellcond.measurement.records import MeasureOptions
+from wellcond.measurement.run import MeasureOptions
 from wellcond.pages.measurement import ReportDataError, render_measurement
 from wellcond.theory import papers_bound
 

@@ -45,10 +45,8 @@ from wellcond.measurement.records import (
     Kappa,
     LayerReport,
     MeasurementReport,
-    MeasureOptions,
-    MeasureSettings,
 )
-from wellcond.measurement.run import MeasurementLog, run_facts
+from wellcond.measurement.run import MeasurementLog, MeasureOptions, MeasureSettings, run_facts
 from wellcond.measurement.sharded import measure_sharded
 from wellcond.theory.bounds import log10_kappa_bound
 from wellcond.theory.surrogate import Factors, softmax_spectra

@@ -1,4 +1,4 @@
-"""What `measure` is asked for and what it reports: frozen records of settings, heads, layers and models."""
+"""What `measure` reports: frozen records of heads, layers and models, as tables, JSON and `pandas` frames."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal
 
 import torch
 
-from wellcond.arguments import check_flag, check_int
-from wellcond.errors import WellcondError, check_choice, needs_extra
+from wellcond.errors import WellcondError, needs_extra
 from wellcond.files import to_json
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
 from wellcond.jacobian.layer import union_condition_number
-from wellcond.jacobian.select import METHODS
 from wellcond.linalg.records import Convention, JacobianSpectrum, Spectrum, restore, show_kappas
 
 SCHEMA = 1
@@ -75,77 +73,6 @@ def make_frame(rows: Sequence[Mapping[str, Any]], attrs: Mapping[str, Any]) -> A
     frame = frame.astype({name: "Int64" for name in INTEGERS if name in frame})
     frame.attrs |= attrs
     return frame
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasureSettings:
-    """What `measure` computes of every head; each field is also a keyword of `measure`.
-
-    Attributes:
-        convention: ``wide``, the Jacobian, or ``stack``, the papers' matrix.
-        kappa: which condition number `samples` and means are about.
-        samples: how many samples (or windows) of the batch to measure.
-        combine: ``mean`` measures them one by one; ``stack`` as one Jacobian, since they share the weights.
-        grouped: query heads that share keys and values: ``joint``, one Jacobian of all of them, or ``each`` by itself,
-            which is smaller.
-        jacobian: False measures weights and attention maps only, which takes milliseconds.
-        method: of `jacobian_spectrum`.
-        biases: biases count as parameters.
-        output: also measure each layer's output through W_O, with respect to all its Q, K, V together.
-        memory_limit: bytes that may be used.
-
-    Raises: UnknownChoiceError, TypeError, ValueError: values that do not exist or exclude each other.
-
-    Example:
-        >>> MeasureSettings(samples=4, kappa="pseudo").combine
-        'mean'
-    """
-
-    convention: Convention = "wide"
-    kappa: Kappa = "strict"
-    samples: int = 1
-    combine: Combine = "mean"
-    grouped: Grouped = "joint"
-    jacobian: bool = True
-    method: str = "auto"
-    biases: bool = False
-    output: bool = False
-    memory_limit: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be measured before anything runs."""
-        check_choice("convention", self.convention, get_args(Convention))
-        check_choice("kappa", self.kappa, get_args(Kappa))
-        check_choice("combine", self.combine, get_args(Combine))
-        check_choice("grouped", self.grouped, get_args(Grouped))
-        check_choice("Jacobian method", self.method, ("auto", *METHODS))
-        check_int("samples", self.samples, at_least=1)
-        for name in ("jacobian", "biases", "output"):
-            check_flag(name, getattr(self, name))
-        if self.memory_limit is not None:
-            check_int("memory_limit", self.memory_limit, at_least=1)
-        if self.convention == "stack" and self.biases:
-            raise ValueError(
-                "biases=True: the stacked convention is defined without biases; leave them out, or use "
-                "convention='wide'"
-            )
-        if self.output and not self.jacobian:
-            raise ValueError("output=True is about the Jacobian, and jacobian=False leaves it out")
-
-
-class MeasureOptions(TypedDict, total=False):
-    """The fields of `MeasureSettings` as keywords."""
-
-    convention: Convention
-    kappa: Kappa
-    samples: int
-    combine: Combine
-    grouped: Grouped
-    jacobian: bool
-    method: str
-    biases: bool
-    output: bool
-    memory_limit: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a measurement is of (model, input, version of wellcond), and the file in which a long one is resumed."""
+"""What a measurement is asked for (settings), what it is of (model, input, version), and the file that resumes it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,92 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
 
+from wellcond.arguments import check_flag, check_int
 from wellcond.attention.sharding import unwrap
+from wellcond.errors import check_choice
 from wellcond.files import read_regular, to_json, write_atomically
-from wellcond.linalg.records import restore
-from wellcond.measurement.records import HeadReport, ReportError
+from wellcond.jacobian.select import METHODS
+from wellcond.linalg.records import Convention, restore
+from wellcond.measurement.records import Combine, Grouped, HeadReport, Kappa, ReportError
 from wellcond.version import __version__
 
 SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasureSettings:
+    """What `measure` computes of every head; each field is also a keyword of `measure`.
+
+    Attributes:
+        convention: ``wide``, the Jacobian, or ``stack``, the papers' matrix.
+        kappa: which condition number `samples` and means are about.
+        samples: how many samples (or windows) of the batch to measure.
+        combine: ``mean`` measures them one by one; ``stack`` as one Jacobian, since they share the weights.
+        grouped: query heads that share keys and values: ``joint``, one Jacobian of all of them, or ``each`` by itself,
+            which is smaller.
+        jacobian: False measures weights and attention maps only, which takes milliseconds.
+        method: of `jacobian_spectrum`.
+        biases: biases count as parameters.
+        output: also measure each layer's output through W_O, with respect to all its Q, K, V together.
+        memory_limit: bytes that may be used.
+
+    Raises: UnknownChoiceError, TypeError, ValueError: values that do not exist or exclude each other.
+
+    Example:
+        >>> MeasureSettings(samples=4, kappa="pseudo").combine
+        'mean'
+    """
+
+    convention: Convention = "wide"
+    kappa: Kappa = "strict"
+    samples: int = 1
+    combine: Combine = "mean"
+    grouped: Grouped = "joint"
+    jacobian: bool = True
+    method: str = "auto"
+    biases: bool = False
+    output: bool = False
+    memory_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured before anything runs."""
+        check_choice("convention", self.convention, get_args(Convention))
+        check_choice("kappa", self.kappa, get_args(Kappa))
+        check_choice("combine", self.combine, get_args(Combine))
+        check_choice("grouped", self.grouped, get_args(Grouped))
+        check_choice("Jacobian method", self.method, ("auto", *METHODS))
+        check_int("samples", self.samples, at_least=1)
+        for name in ("jacobian", "biases", "output"):
+            check_flag(name, getattr(self, name))
+        if self.memory_limit is not None:
+            check_int("memory_limit", self.memory_limit, at_least=1)
+        if self.convention == "stack" and self.biases:
+            raise ValueError(
+                "biases=True: the stacked convention is defined without biases; leave them out, or use "
+                "convention='wide'"
+            )
+        if self.output and not self.jacobian:
+            raise ValueError("output=True is about the Jacobian, and jacobian=False leaves it out")
+
+
+class MeasureOptions(TypedDict, total=False):
+    """The fields of `MeasureSettings` as keywords."""
+
+    convention: Convention
+    kappa: Kappa
+    samples: int
+    combine: Combine
+    grouped: Grouped
+    jacobian: bool
+    method: str
+    biases: bool
+    output: bool
+    memory_limit: int | None
 
 
 def run_facts(model: nn.Module, batch: Any) -> dict[str, str]:
@@ -112,7 +186,7 @@ class MeasurementLog:
     found: dict[str, Any]
 
     @classmethod
-    def open(cls, path: str | Path, model: nn.Module, batch: Any, task: Any) -> MeasurementLog:
+    def open(cls, path: str | Path, model: nn.Module, batch: Any, task: MeasureSettings) -> MeasurementLog:
         """A new file, or the one of an earlier call of the same measurement.
 
         Raises: ReportError for a file of another model, input or settings, or that is no such file.
