@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from wellcond.jacobian.spectrum import jacobian_spectrum
     from wellcond.linalg.records import JacobianSpectrum, Spectrum
     from wellcond.linalg.spectrum import spectrum
-    from wellcond.measurement.measure import HeadReport, LayerReport, MeasurementReport, MeasureSettings, measure
+    from wellcond.measurement.measure import measure
+    from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport
+    from wellcond.measurement.run import MeasureSettings
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
 
 __all__ = [
@@ -108,7 +110,9 @@ _LAZY = {
     "init.plan": ("register_init",),
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),
-    "measurement.measure": ("HeadReport", "LayerReport", "MeasurementReport", "MeasureSettings", "measure"),
+    "measurement.measure": ("measure",),
+    "measurement.records": ("HeadReport", "LayerReport", "MeasurementReport"),
+    "measurement.run": ("MeasureSettings",),
     "linalg.records": ("JacobianSpectrum", "Spectrum"),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
 }

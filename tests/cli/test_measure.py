@@ -71,7 +71,7 @@ def test_digits_json_and_page(run, file, tmp_path):
     assert code == 0
     same(output, wc.measure(tiny(), load_digits()[0].inputs[:2], samples=2))
     assert out.startswith(wc.measure(tiny(), load_digits()[0].inputs[:2], samples=2).to_table())
-    assert "4 heads of 2 attentions" in out and "dead heads: none" in out
+    assert "4 heads of 2 attention layers" in out and "dead heads: none" in out
     page = html.read_text()
     version = f"<dd>wellcond {wc.__version__}</dd>"
     for name in (
@@ -253,7 +253,7 @@ def test_hugging_face_vision(run, tmp_path):
         p for k, v in (arguments | {"image_size": 8, "patch_size": 4}).items() for p in ("--model-arg", f"{k}={v}")
     ]
     code, out = run("hf:vit", *pairs, "--input", "digits")
-    assert code == 0 and "2 heads of 1 attentions" in out
+    assert code == 0 and "2 heads of 1 attention layer;" in out
 
 
 def test_what_models_read():
@@ -303,7 +303,7 @@ def test_bad_options_say_what_to_do(run, file):
     model = f"{file}:vit"
     assert "--layers: expected numbers below 2, got 2" in run(model, "--layers", "2")[0]
     assert "expected 'all' or numbers such as 0,5,11" in run(model, "--layers", "first")[0]
-    assert "--heads: no attention that is measured has a key/value head 2" in run(model, "--heads", "0,2")[0]
+    assert "--heads: no attention layer that is measured has a key/value head 2" in run(model, "--heads", "0,2")[0]
     assert "expected one of 'wide', 'stack'" in run(model, "--convention", "tall")[0]
     assert run(model, "--samples", 0)[0] == 2
     assert "'nowhere', which does not exist" in run(model, "--input", "nowhere")[0]

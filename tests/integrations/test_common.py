@@ -58,6 +58,30 @@ def test_a_probe_uses_up_no_number_of_a_collators_own_generators(make, used_befo
     assert str(batches[0]) == str(batches[1])
 
 
+class Counting(Drawing):
+    """A collator that also counts its calls."""
+
+    calls = 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        return super().__call__(samples)
+
+
+def test_a_probe_rolls_back_nothing_but_generators():
+    collate = Counting()
+    first_samples(SimpleNamespace(dataset=[1, 2], collate_fn=collate), 1)
+    assert collate.calls == 1 and collate.python is None
+
+
+def test_a_probe_does_not_touch_gpus_that_are_not_in_use(monkeypatch):
+    asked = []
+    fork = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices=None: asked.append(devices) or fork(devices=devices))
+    first_samples(SimpleNamespace(dataset=[1, 2], collate_fn=Drawing()), 1)
+    assert asked == [[]]
+
+
 def test_a_batch_keeps_its_form_on_its_way_to_a_device():
     pair = namedtuple("Pair", "first second")(torch.ones(1), "text")
     batch = {"pair": pair, "states": (torch.ones(2),), "flag": True, "none": None}

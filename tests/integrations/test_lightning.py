@@ -96,11 +96,11 @@ def test_it_prepares_measures_and_logs(tmp_path):
     assert run["version"] == wc.__version__ and run["input"].startswith("float32 (1, 5, 12), sha256 ")
 
 
-def test_first_and_last_step_are_measured_and_the_budget_is_told(tmp_path, capsys):
+def test_first_and_last_step_are_measured_and_the_budget_is_told(tmp_path, caplog):
     callback = WellcondCallback(network="net", every=10)
     fit(tmp_path, callback, max_steps=3)
     assert sorted({p.step for p in callback.points}) == [0, 3]
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wellcond: ")]
+    said = [record.getMessage() for record in caplog.records if record.name == "wellcond"]
     assert (
         len(said) == 1 and "measured at 2 of 2 steps" in said[0] and "of the training time with budget=0.05" in said[0]
     )

@@ -134,13 +134,13 @@ def test_callbacks_argument_logs_to_history_and_says_what_it_cannot_reach(tmp_pa
     assert (tmp_path / "quiet" / "wellcond.jsonl").exists()
 
 
-def test_first_and_last_step_are_measured_and_the_budget_is_told(tmp_path, capsys):
+def test_first_and_last_step_are_measured_and_the_budget_is_told(tmp_path, caplog):
     trainer = make_trainer(bert(), "bert", tmp_path, max_steps=3)
     callback = WellcondCallback(every=10).add_to(trainer)
     trainer.train()
     assert sorted({p.step for p in callback.points}) == [0, 3]
     assert [e["step"] for e in trainer.state.log_history if "wellcond/kappa_q_worst" in e] == [0, 3]
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wellcond: ")]
+    said = [record.getMessage() for record in caplog.records if record.name == "wellcond"]
     assert (
         len(said) == 1 and "measured at 2 of 2 steps" in said[0] and "of the training time with budget=0.05" in said[0]
     )

@@ -63,7 +63,7 @@ def test_one_head_a_layer_by_default_and_all_if_asked():
     assert heads == {None: [0, 0], "all": [0, 1, 2] * 2, (1, 2): [1, 2] * 2}
 
 
-def test_first_and_last_step_are_in_the_budget_and_in_the_overhead(capsys):
+def test_first_and_last_step_are_in_the_budget_and_in_the_overhead(caplog):
     clock, model = Clock(), vit()
     passes = forward_passes(model, clock, 0.5)
     with wc.ConditionTracker(model, images(), clock=clock) as tracker:
@@ -74,10 +74,15 @@ def test_first_and_last_step_are_in_the_budget_and_in_the_overhead(capsys):
             assert tracker.overhead == pytest.approx(0.5 / clock_of_training(tracker))
     assert len(passes) == 2 and {p.step for p in tracker.points} == {0, 10}
     assert tracker.overhead == pytest.approx(1.0 / 10)
-    said = capsys.readouterr().err
-    assert "measured at 2 of 11 steps that were due (10 trained)" in said and "took 10.0% of the training time" in said
+    [record] = caplog.records
+    said = record.getMessage()
+    assert (
+        record.levelname == "WARNING"
+        and "measured at 2 of 11 steps that were due (10 trained)" in said
+        and "took 10.0% of the training time" in said
+    )
     assert "kappa(J) of 2 heads was not measured" in said and "budget=None" in said
-    assert tracker.close() == [] and not capsys.readouterr().err, "once"
+    assert tracker.close() == [] and len(caplog.records) == 1, "once"
 
 
 def clock_of_training(tracker):
@@ -85,7 +90,7 @@ def clock_of_training(tracker):
 
 
 @pytest.mark.parametrize(("every", "budget"), [("auto", 0.05), (3, 0.1)])
-def test_nothing_exceeds_the_budget(every, budget, capsys):
+def test_nothing_exceeds_the_budget(every, budget):
     clock, model = Ticks(), vit()
     with wc.ConditionTracker(model, images(), every=every, budget=budget, clock=clock) as tracker:
         for _ in range(120):
@@ -102,7 +107,7 @@ def test_nothing_exceeds_the_budget(every, budget, capsys):
     assert cheap and all(p.kappa_q > 0 and p.entropy > 0 and p.logit_std > 0 for p in tracker.points)
 
 
-def test_a_jacobian_that_is_expected_not_to_fit_is_not_begun(capsys):
+def test_a_jacobian_that_is_expected_not_to_fit_is_not_begun():
     """On this clock measuring takes no time; only what its size lets expect counts."""
     clock, model = Clock(), vit(tokens=6, depth=1, embed_dim=48)  # 37 x 16 outputs: expected to take up to 0.17 s
     tracker = wc.ConditionTracker(model, images(6), clock=clock)
@@ -138,7 +143,8 @@ def test_cheap_heads_do_not_wait_for_ever_for_dear_ones():
     assert len(seen) == 2
 
 
-def test_without_a_budget_everything_that_is_due_is_measured_and_said(capsys):
+def test_without_a_budget_everything_that_is_due_is_measured_and_said(caplog):
+    caplog.set_level("INFO", "wellcond")
     clock, model = Clock(), vit()
     forward_passes(model, clock, 2.0)
     with wc.ConditionTracker(model, images(), every=2, budget=None, clock=clock) as tracker:
@@ -147,7 +153,7 @@ def test_without_a_budget_everything_that_is_due_is_measured_and_said(capsys):
             tracker.step()
     assert [step for step, _, _ in jacobians(tracker.points)] == [0, 0, 2, 2, 3, 3]
     assert tracker.overhead == pytest.approx(2.0)
-    assert "which took 200.0% of the training time; budget=0.05 would limit that" in capsys.readouterr().err
+    assert "which took 200.0% of the training time; budget=0.05 would limit that" in caplog.messages[-1]
 
 
 def test_listed_steps_are_measured_within_the_budget_too():

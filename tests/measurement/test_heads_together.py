@@ -28,6 +28,7 @@ from wellcond.jacobian.head import (
 )
 from wellcond.jacobian.plain import WideForm, stack_size, wide_forms
 from wellcond.jacobian.spectrum import form_spectra, form_spectrum
+from wellcond.measurement.records import NUMERICAL
 
 F64 = torch.float64
 
@@ -159,9 +160,10 @@ def test_heads_that_see_different_tokens_are_measured_one_by_one():
     bias = torch.zeros(1, 4, 5, 5, dtype=F64)
     bias[0, 1, 2] = -torch.inf  # the second head leaves out a token
     captured = dataclasses.replace(captured, logit_bias=bias)
-    layer = measurement._Layer(captured, parts_of(captured, "joint"), measurement.MeasureSettings())
-    assert layer.heads_at_once == 1
-    rows = [measurement._measure_head(layer, part, None).jacobian.shape[0] for part in layer.parts]
+    pace = measurement._Pace(None, measurement.log_slow)
+    groups = measurement._group_heads(captured, parts_of(captured, "joint"), measurement.MeasureSettings(), pace)
+    assert [len(group.parts) for group in groups] == [1] * 4
+    rows = [measurement._measure_head(group, group.parts[0]).jacobian.shape[0] for group in groups]
     assert rows == [30, 24, 30, 30]
 
 
@@ -202,7 +204,7 @@ def test_every_form_of_the_report_names_the_heads_that_failed():
 @pytest.mark.parametrize("heads", [[2], [1, 2]])
 def test_an_error_is_raised_if_and_only_if_nothing_was_measured(heads):
     model = with_overflow(1, 2)
-    with pytest.raises(measurement.NUMERICAL) as error:
+    with pytest.raises(NUMERICAL) as error:
         wc.measure(model, IMAGES[:1].double(), layers=[1], heads=heads)
     assert f"none of the {len(heads)} heads" in error.value.__notes__[0]
     layers = wc.measure(model, IMAGES[:1].double(), heads=heads).layers

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import timm
@@ -18,6 +20,7 @@ from wellcond.jacobian.capture.forms import captured_form
 from wellcond.jacobian.generic.head import GenericHead
 from wellcond.jacobian.plain import WideForm, dense_jacobian
 from wellcond.jacobian.spectrum import form_spectrum
+from wellcond.measurement.run import MeasureOptions
 from wellcond.pages.measurement import ReportDataError, render_measurement
 from wellcond.theory import papers_bound
 
@@ -284,7 +287,7 @@ def test_an_attention_that_is_not_called_is_said_so():
     used, idle = wc.measure(TwoTowers(), torch.randn(1, 4, 8)).layers
     assert used.heads and not used.problem
     assert not idle.heads and "does not call it" in idle.problem
-    with pytest.raises(ValueError, match="no attention that is measured has a key/value head 9"):
+    with pytest.raises(ValueError, match="no attention layer that is measured has a key/value head 9"):
         wc.measure(TwoTowers(), torch.randn(1, 4, 8), heads=[9])
 
 
@@ -436,3 +439,41 @@ def test_a_gram_matrix_tells_when_squaring_loses(least, lost):
     gram = rotation @ torch.diag(torch.tensor([1.0, 0.5, 0.1, least], dtype=torch.float64)) @ rotation.T
     assert spectrum_module._squaring_loses((gram + gram.T) / 2) is lost
     assert spectrum_module._squaring_loses(torch.zeros(4, 4, dtype=torch.float64)) is False
+
+
+# -- options, and how far one call walks
+
+
+def test_settings_are_a_record_and_keywords_replace_its_fields():
+    model, settings = vit(depth=1), wc.MeasureSettings(samples=2, kappa="pseudo")
+    report = wc.measure(model, X, settings=settings, heads=[0])
+    assert report == wc.measure(model, X, samples=2, kappa="pseudo", heads=[0])
+    [alone] = wc.measure(model, X, settings=settings, samples=1, heads=[0]).layers[0].heads
+    assert len(alone.samples) == 1 and alone.samples == report.layers[0].heads[0].samples[:1]
+    with pytest.raises(TypeError, match="sample"):
+        wc.measure(model, X, sample=2)
+    with pytest.raises(ValueError, match="defined without biases"):
+        wc.MeasureSettings(convention="stack", biases=True)
+
+
+def test_keywords_of_measure_are_the_fields_of_its_settings():
+    fields = {field.name: field.type for field in dataclasses.fields(wc.MeasureSettings)}
+    assert fields == {name: hint.__forward_arg__ for name, hint in MeasureOptions.__annotations__.items()}
+
+
+def test_one_call_walks_through_few_files():
+    """A reader who follows `measure` opens this many files of wellcond; a second call imports nothing."""
+    model, root, walked = vit(depth=1), str(Path(wc.__file__).parent), set()
+    wc.measure(model, X[:1])
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            walked.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        wc.measure(model, X[:1], heads=[0])
+    finally:
+        sys.setprofile(before)
+    assert len(walked) <= 31, sorted(walked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from rich.progress import track
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wellcond.doctor.records import Diagnosis
-    from wellcond.measurement.measure import MeasurementReport
+    from wellcond.measurement.records import MeasurementReport
 
 
 @cli.app.command("doctor", rich_help_panel=cli.MODELS)
@@ -140,14 +141,15 @@ def summarise(report: MeasurementReport) -> str:
     finite = [kappa for _, head in rows if not head.dead and math.isfinite(kappa := head.mean_kappa())]
     text = f"model: {report.run['model']}\ninput: {report.run['input']}\n"
     failed = sum(len(layer.failed) for layer in report.layers)
-    text += f"{len(rows)} heads of {len(report.layers)} attentions; {report.convention} Jacobian"
+    layers = f"{len(report.layers)} attention layer{'' if len(report.layers) == 1 else 's'}"
+    text += f"{len(rows)} heads of {layers}; {report.convention} Jacobian"
     text += f"; {failed} heads could not be measured" if failed else ""
     if report.conditioning is not None:
         text += f", conditioned by {report.conditioning.get('method')!r} (effective weights)"
     if finite:
-        mean = math.exp(sum(map(math.log, finite)) / len(finite))
+        mean = geometric_mean(finite)
         text += f".\nkappa(J) of live heads: geometric mean {mean:.4g}, worst {max(finite):.4g}"
-    named = f"{len(dead)} ({', '.join(dead[:12])}); their kappa(J) says nothing good" if dead else "none"
+    named = f"{len(dead)} ({', '.join(dead[:12])}); their kappa(J) is not meaningful" if dead else "none"
     text += f".\ndead heads: {named}"
     unknown = sum(head.diagnosis is None for _, head in rows)
     return text + f"; {unknown} heads are not plain softmax attention and could not be diagnosed" * bool(unknown)

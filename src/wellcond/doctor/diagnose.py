@@ -16,12 +16,11 @@ from wellcond.attention.find import find_attention, scan_attention
 from wellcond.attention.sharding import unwrap
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.methods import per_projection
-from wellcond.doctor.case import Case
 from wellcond.doctor.examine import examine, is_fresh
 from wellcond.doctor.records import Diagnosis, DiagnosisError, LayerFacts
-from wellcond.doctor.rules import judge
-from wellcond.measurement.facts import run_facts
+from wellcond.doctor.rules import Case, judge
 from wellcond.measurement.measure import measure
+from wellcond.measurement.run import run_facts
 
 
 def diagnose(

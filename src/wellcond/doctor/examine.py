@@ -17,8 +17,7 @@ from wellcond.attention.signals import BlockSignals, Signals, read_signals, root
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.conditioning.methods import per_projection
 from wellcond.doctor.finite import find_not_finite, watch_finite
-from wellcond.doctor.records import LayerFacts, NotFinite, TokenFacts
-from wellcond.doctor.thresholds import THRESHOLDS
+from wellcond.doctor.records import THRESHOLDS, LayerFacts, NotFinite, TokenFacts
 from wellcond.init.tokens import embedding_layers, embedding_spread, position_tables
 from wellcond.jacobian.diagnosis import map_statistics
 from wellcond.linalg.spectrum import spectrum
@@ -207,7 +206,7 @@ def _by_head(tensor: Tensor, num_heads: int) -> Tensor | None:
 def _collapsed(p: Tensor, several: Tensor) -> tuple[int, ...]:
     counted = several.sum((0, 2))
     mass = (p.amax(-1) * several).sum((0, 2)) / counted.clamp_min(1)
-    return tuple(((mass >= THRESHOLDS["dead-heads"].value) & (counted > 0)).nonzero().flatten().tolist())
+    return tuple(((mass >= THRESHOLDS["dead-heads"]) & (counted > 0)).nonzero().flatten().tolist())
 
 
 def _defined(number: float) -> float | None:
@@ -253,7 +252,7 @@ def _duplicates(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, int], ...]:
     keys = (k @ probes.T).repeat_interleave(q.shape[0] // k.shape[0], 0)
     values = (v @ probes[:, : v.shape[2]].T).repeat_interleave(q.shape[0] // v.shape[0], 0)
     alike = torch.minimum(_cosines(q.mT @ keys), _cosines(values)).triu(1)
-    first, second = (alike > THRESHOLDS["duplicate-heads"].value).nonzero(as_tuple=True)
+    first, second = (alike > THRESHOLDS["duplicate-heads"]).nonzero(as_tuple=True)
     return tuple(zip(first.tolist(), second.tolist(), strict=True))
 
 
@@ -270,7 +269,7 @@ def _share_values(v: Tensor) -> bool:
         return False
     basis = torch.linalg.qr(v[0].mT).Q  # (columns, rows)
     outside = (v - (v @ basis) @ basis.mT).flatten(1).norm(dim=1) / v.flatten(1).norm(dim=1)
-    return float(outside.max()) <= THRESHOLDS["shared-values"].value
+    return float(outside.max()) <= THRESHOLDS["shared-values"]
 
 
 # Blocks and corrections

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from wellcond.errors import DiagnosisError
-from wellcond.files import json_ready
+from wellcond.files import to_json
 from wellcond.linalg.records import restore
-from wellcond.measurement.frames import make_frame
+from wellcond.measurement.records import make_frame
 
 SCHEMA = 1
 Severity = Literal["fault", "warning", "note"]
@@ -19,6 +19,34 @@ SEVERITIES: dict[Severity, str] = {
     "warning": "our records show that it costs quality",
     "note": "worth knowing; no harm is shown",
 }
+
+THRESHOLDS = {
+    "lambda": 1.0,
+    "dead-heads": 0.9999,
+    "positions": 0.15,
+    "words": 0.3,
+    "value-scale": 0.8,
+    "value-share": 2.0,
+    "stream": 4.0,
+    "logits": 3.0,
+    "precision": 128.0,
+    "projection-scale": 0.3,
+    "small-logits": 0.3,
+    "small-share": 0.1,
+    "duplicate-heads": 0.99,
+    "shared-values": 0.01,
+}
+"""From where on a number is a finding, by its kind; docs/doctor.md says of what each limit is, and why it is there."""
+
+
+def count(number: int, what: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> count(1, "head"), count(2, "head")
+        ('1 head', '2 heads')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +154,7 @@ class Finding:
     value: float
     """The worst number found; of heads, how many."""
     threshold: float
-    """The limit of the rule; `wellcond.doctor.thresholds` says of what, and why there."""
+    """The limit of the rule, from `THRESHOLDS`."""
     remedy: str
     """One line of code."""
     evidence: str
@@ -159,8 +187,6 @@ class Diagnosis:
     def __repr__(self) -> str:
         """One line."""
         kinds = ", ".join(f"{finding.kind} ({finding.severity})" for finding in self.findings)
-        from wellcond.doctor.phrases import count
-
         return f"Diagnosis({count(len(self.layers), 'attention layer')}, {kinds or 'nothing to fix'})"
 
     def __str__(self) -> str:
@@ -178,7 +204,7 @@ class Diagnosis:
 
         Raises: MissingExtraError if jinja2 is not installed.
         """
-        from wellcond.doctor.page import render_diagnosis
+        from wellcond.doctor.text import render_diagnosis
 
         return render_diagnosis(self)
 
@@ -200,7 +226,7 @@ class Diagnosis:
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """`to_dict` as JSON; infinities and NaN as text, since JSON has none."""
-        return json.dumps(json_ready(self.to_dict()), indent=indent)
+        return to_json(self.to_dict(), indent=indent)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Diagnosis:

@@ -2,51 +2,168 @@
 
 Rules for untrained models, and every fix that overwrites weights, need certainty that the model is untrained: trained
 weights are what training made them. What they advise is the one recommendation (`wellcond.init.recommended`), for the
-layers concerned.
+layers concerned; what our records say about a finding is there, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from wellcond.attention.signals import HOW_TO_SEE
-from wellcond.doctor.case import Case
 from wellcond.doctor.examine import MOST_TOKENS
-from wellcond.doctor.phrases import count, names_of, some_of, title_of, two_digits
-from wellcond.doctor.records import SEVERITIES, Finding, LayerFacts, Severity
-from wellcond.doctor.thresholds import THRESHOLDS, above
-from wellcond.init.recommended import TABLES
+from wellcond.doctor.records import (
+    SEVERITIES,
+    THRESHOLDS,
+    Finding,
+    LayerFacts,
+    NotFinite,
+    Severity,
+    TokenFacts,
+    count,
+)
+from wellcond.init import recommended
 
-CAUSAL = "results/evidence/causal/report/report.md"
-NO_RECORD = "None of our records is about this line."
+NO_RECORD = "None of our records is about this line.", ""
 EXPLAINS = {
-    "not-finite": {
-        "dead-heads",
-        "logits",
-        "precision",
-        "stream",
-        "positions",
-        "words",
-        "value-scale",
-        "projection-scale",
-    },
-    "lambda": {"dead-heads", "logits", "precision", "stream", "value-scale", "shared-values"},
-    "dead-heads": {"logits"},
-    "words": {"stream"},
-    "value-scale": {"shared-values"},
+    "not-finite": "dead-heads logits precision stream positions words value-scale projection-scale",
+    "lambda": "dead-heads logits precision stream value-scale shared-values",
+    "dead-heads": "logits",
+    "words": "stream",
+    "value-scale": "shared-values",
 }
-"""Findings that follow from another are left out beside it."""
-Rule = Callable[[Case], Finding | None]
+"""By kind of finding, the kinds that follow from it and are left out beside it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was found out about a model, and the lines of code that would fix it."""
+
+    layers: Sequence[LayerFacts]
+    tokens: TokenFacts
+    fresh: bool | None
+    """Whether the model is untrained; None if that cannot be known."""
+    whole: bool = True
+    """Whether `layers` are all attention layers of the model."""
+    lam: tuple[float, float] | None = None
+    """Factors of the correction lam I for Q and for K, if the model has one."""
+    not_finite: NotFinite | None = None
+
+    @property
+    def has_tokens_to_scale(self) -> bool:
+        """Whether there are words or learned positions to scale; True unless it is known that there are none."""
+        return self.tokens.kind != "patches" or bool(self.tokens.positions)
+
+    @property
+    def evidence(self) -> tuple[str, str]:
+        """What our records say about the recommended initialisation, and which record."""
+        if self.has_tokens_to_scale:
+            return recommended.EVIDENCE, recommended.RECORD
+        return recommended.EVIDENCE_WITHOUT_TOKENS, recommended.TABLES
+
+    def initialise(self, layers: Sequence[LayerFacts] = (), *, redraw: bool = False) -> str:
+        """The recommended line.
+
+        Args:
+            layers: those concerned; empty for the model as a whole.
+            redraw: also draw W_V and W_O of these layers, which `calibrated` only scales.
+        """
+        sites = self._only(layers or self.layers)
+        if not self.has_tokens_to_scale:
+            return _with(recommended.LINE_WITHOUT_TOKENS, sites)
+        first = f'wc.init_(model, "default"{sites}); ' if redraw else ""
+        return first + self.calibrate(layers)
+
+    def calibrate(self, layers: Sequence[LayerFacts] = ()) -> str:
+        """The line of `calibrated`, with what was not seen left out.
+
+        Args:
+            layers: only the towers that hold these layers, and not the tokens; empty for the model as a whole. A tower
+                is set as a whole, since what a layer receives depends on the layers before it.
+        """
+        towers = {_tower(layer.name) for layer in layers}
+        chosen = [layer for layer in self.layers if not layers or _tower(layer.name) in towers]
+        reached = [layer for layer in chosen if layer.called]
+        options = ", logits=None" if any(layer.logits_hidden for layer in reached) else ""
+        if self._only(chosen):
+            options += ", words=None, positions=None"
+        return _with(recommended.LINE, options + self._only(reached))
+
+    def _only(self, layers: Sequence[LayerFacts]) -> str:
+        """The option that leaves the other attention layers of the model alone; empty if there are none."""
+        if self.whole and len(layers) == len(self.layers):
+            return ""
+        return f", sites=[site for site in wc.find_attention(model) if site.name in {[layer.name for layer in layers]}]"
+
+
+def _tower(name: str) -> str:
+    """The list of blocks that holds a layer: its path up to the first number.
+
+    Example:
+        >>> _tower("visual.blocks.3.attn"), _tower("layers.0.blocks.1.attn"), _tower("self_attn")
+        ('visual.blocks', 'layers', 'self_attn')
+    """
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0]]) if numbers else name
+
+
+def _with(line: str, options: str) -> str:
+    """A call with further options."""
+    return f"{line.removesuffix(')')}{options})"
 
 
 def judge(case: Case) -> tuple[Finding, ...]:
     """Findings by severity, without those that follow from another one."""
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
-    explained = set().union(*(EXPLAINS.get(finding.kind, set()) for finding in found))
+    explained = {kind for finding in found for kind in EXPLAINS.get(finding.kind, "").split()}
     order = list(SEVERITIES)
     kept = (finding for finding in found if finding.kind not in explained)
     return tuple(sorted(kept, key=lambda finding: order.index(finding.severity)))
+
+
+def _finding(
+    case: Case,
+    kind: str,
+    severity: Severity,
+    verdict: str,
+    layers: Sequence[LayerFacts],
+    value: float,
+    remedy: str,
+    evidence: tuple[str, str] | None = None,
+) -> Finding:
+    """A finding with the limit of its rule; by default with what our records say about the recommendation."""
+    text, record = evidence or case.evidence
+    return Finding(
+        kind=kind,
+        severity=severity,
+        verdict=verdict,
+        layers=tuple(layer.name for layer in layers),
+        value=value,
+        threshold=THRESHOLDS.get(kind, math.inf if kind == "not-finite" else 0.0),
+        remedy=remedy,
+        evidence=text,
+        record=record,
+    )
+
+
+def _title(layer: LayerFacts) -> str:
+    """Its name; an attention layer that is the whole model has none."""
+    return layer.name or "the attention layer"
+
+
+def _some(layers: Sequence[LayerFacts]) -> str:
+    """The first layer by name, the others by number."""
+    rest = len(layers) - 1
+    return _title(layers[0]) + (f" and {count(rest, 'more attention layer')}" if rest else "")
+
+
+def _above(layers: Sequence[LayerFacts], number: Callable[[LayerFacts], float | None], kind: str) -> list[LayerFacts]:
+    """Layers whose number exceeds a threshold, the worst first."""
+    limit = THRESHOLDS[kind]
+    found = [(value, layer) for layer in layers if (value := number(layer)) is not None and value > limit]
+    return [layer for _, layer in sorted(found, key=lambda pair: -pair[0])]
 
 
 def _not_finite(case: Case) -> Finding | None:
@@ -54,7 +171,6 @@ def _not_finite(case: Case) -> Finding | None:
     if found is None:
         return None
     bad = [layer for layer in case.layers if not layer.finite]
-    reached = f" They reach or leave {some_of(bad)}." if bad else ""
     remedy = "model.load_state_dict(checkpoint)  # an earlier one, at a lower learning rate"
     if found.weights:
         verdict = f"The weights are not finite ({found.weights}): this model has diverged, or its file is damaged."
@@ -71,39 +187,25 @@ def _not_finite(case: Case) -> Finding | None:
             "token is masked."
         )
         remedy = "model.float()  # shows whether the type is too narrow; and look at the mask"
-    return Finding(
-        kind="not-finite",
-        severity="fault",
-        verdict=verdict + reached,
-        layers=names_of(bad),
-        value=math.nan,
-        threshold=math.inf,
-        remedy=remedy,
-        evidence=NO_RECORD,
-    )
+    verdict += f" They reach or leave {_some(bad)}." if bad else ""
+    return _finding(case, "not-finite", "fault", verdict, bad, math.nan, remedy, NO_RECORD)
 
 
 def _lambda(case: Case) -> Finding | None:
-    bad = above(case.layers, lambda layer: layer.saturation, "lambda")
+    bad = _above(case.layers, lambda layer: layer.saturation, "lambda")
     if not bad:
         return None
     worst, tokens = bad[0].saturation, bad[0].num_tokens
     assert worst is not None and tokens is not None
     gap = worst * (math.log(tokens) + 5)
     product = math.prod(case.lam) if case.lam is not None else 1.0
-    gentle = min(1.0, two_digits(math.sqrt(product / worst / 2)))
-    return _finding(
-        "lambda",
-        "fault",
-        f"The correction lam I raises each token's logit with itself by about {gap:.0f} ({some_of(bad)}), so that it "
-        "sees little but itself and W_Q, W_K hardly learn.",
-        bad,
-        worst,
-        f'wc.condition_(model, "identity", lam={gentle:g})  # on the model built again; or no correction at all',
-        "lam = 10 has 21.1 % on digits and 18.1 on CIFAR-10, where the default without a correction has 91.2 and 31.2, "
-        "lam = 1 91.2 and 31.2. In GPT-2 it beats a weak default and loses to larger embeddings (53.0 and 41.7).",
-        TABLES,
+    gentle = min(1.0, float(f"{math.sqrt(product / worst / 2):.2g}"))
+    verdict = (
+        f"The correction lam I raises each token's logit with itself by about {gap:.0f} ({_some(bad)}), so that it "
+        "sees little but itself and W_Q, W_K hardly learn."
     )
+    remedy = f'wc.condition_(model, "identity", lam={gentle:g})  # on the model built again; or no correction at all'
+    return _finding(case, "lambda", "fault", verdict, bad, worst, remedy, recommended.RECORDED["lambda"])
 
 
 def _dead_heads(case: Case) -> Finding | None:
@@ -111,49 +213,39 @@ def _dead_heads(case: Case) -> Finding | None:
     if not bad:
         return None
     heads = sum(len(layer.dead_heads) for layer in bad)
-    whole = [layer for layer in bad if len(layer.dead_heads) == layer.num_heads]
+    all_dead = any(len(layer.dead_heads) == layer.num_heads for layer in bad)
     why = "both factors of a product (W_Q and W_K, or W_V and W_O) are zero"
     if any(layer.collapsed_heads for layer in bad):
         why = "every token attends to one key alone"
-    remedy, evidence, record = _redraw(case, bad, "of before they died, with a lower learning rate for W_Q and W_K")
-    return _finding(
-        "dead-heads",
-        "fault" if case.fresh or whole else "warning",
-        f"{count(heads, 'head')} of {some_of(bad)} {'is' if heads == 1 else 'are'} dead: {why}, and W_Q, W_K get no "
-        "gradient.",
-        bad,
-        float(heads),
-        remedy,
-        evidence,
-        record,
+    verdict = (
+        f"{count(heads, 'head')} of {_some(bad)} {'is' if heads == 1 else 'are'} dead: {why}, and W_Q, W_K get no "
+        "gradient."
     )
+    severity: Severity = "fault" if case.fresh or all_dead else "warning"
+    remedy, evidence = _redraw(case, bad, "of before they died, with a lower learning rate for W_Q and W_K")
+    return _finding(case, "dead-heads", severity, verdict, bad, float(heads), remedy, evidence)
 
 
-def _redraw(case: Case, bad: Sequence[LayerFacts], which: str) -> tuple[str, str, str]:
-    """Remedy, evidence and record for heads that are of no use: drawn again only if the model is untrained."""
+def _redraw(case: Case, bad: Sequence[LayerFacts], which: str) -> tuple[str, tuple[str, str]]:
+    """Remedy and evidence for heads that are of no use: they are drawn again only if the model is untrained."""
     if case.fresh:
-        return case.initialise(bad, redraw=True), *case.evidence
-    return f"model.load_state_dict(checkpoint)  # one {which}", NO_RECORD, ""
+        return case.initialise(bad, redraw=True), case.evidence
+    return f"model.load_state_dict(checkpoint)  # one {which}", NO_RECORD
 
 
 def _positions(case: Case) -> Finding | None:
     ratio = case.tokens.position_ratio
-    if not case.fresh or ratio is None or not ratio < THRESHOLDS["positions"].value:
+    if not case.fresh or ratio is None or not ratio < THRESHOLDS["positions"]:
         return None
     remedy = case.initialise()
     if ratio == 0:
         name, std = case.tokens.positions[0], case.tokens.spread
         remedy = f'torch.nn.init.normal_(model.get_parameter("{name}"), std={std:.2g}); {remedy}'
-    return _finding(
-        "positions",
-        "warning",
+    verdict = (
         f"Position embeddings have {ratio:.2g} of the size of the {case.tokens.kind} they are added to, so that tokens "
-        f"hardly know where they are{_about_tokens(case.layers[0])}.",
-        [],
-        ratio,
-        remedy,
-        *case.evidence,
+        f"hardly know where they are{_about_tokens(case.layers[0])}."
     )
+    return _finding(case, "positions", "warning", verdict, [], ratio, remedy)
 
 
 def _about_tokens(layer: LayerFacts) -> str:
@@ -168,41 +260,32 @@ def _about_tokens(layer: LayerFacts) -> str:
 
 def _words(case: Case) -> Finding | None:
     length = case.tokens.length
-    if not case.fresh or not length or length >= THRESHOLDS["words"].value:
+    if not case.fresh or not length or length >= THRESHOLDS["words"]:
         return None
-    return _finding(
-        "words",
-        "warning",
+    verdict = (
         f"Word embeddings are short for this width: length {length:.2g} (0.55 in GPT-2 small), so that what the blocks "
-        "add soon outweighs them.",
-        [],
-        length,
-        case.initialise(),
-        *case.evidence,
+        "add soon outweighs them."
     )
+    return _finding(case, "words", "warning", verdict, [], length, case.initialise())
 
 
 def _value_scale(case: Case) -> Finding | None:
     def value(layer: LayerFacts) -> float | None:
-        heard = not layer.scales_itself and _own_share(layer) >= THRESHOLDS["value-share"].value
+        heard = not layer.scales_itself and _own_share(layer) >= THRESHOLDS["value-share"]
         return layer.scale_v if layer.causal and heard else None
 
-    bad = above(case.layers, value, "value-scale") if case.fresh else []
+    bad = _above(case.layers, value, "value-scale") if case.fresh else []
     if not bad:
         return None
-    assert bad[0].scale_v is not None
-    return _finding(
-        "value-scale",
-        "warning",
-        f"W_V is at scale {bad[0].scale_v:.2g} under a causal mask ({some_of(bad)}): an average of the past "
-        "outweighs the token it is added to.",
-        bad,
-        bad[0].scale_v,
-        case.calibrate(bad),
-        f"{case.evidence[0]} W_V itself: GPT-2 on TinyStories, five seeds, has perplexity 56.6 with conditioned, 44.6 "
-        "with conditioned Q and K alone and 45.7 by default.",
-        CAUSAL,
+    worst = bad[0].scale_v
+    assert worst is not None
+    verdict = (
+        f"W_V is at scale {worst:.2g} under a causal mask ({_some(bad)}): an average of the past outweighs the token "
+        "it is added to."
     )
+    text, record = recommended.RECORDED["value-scale"]
+    evidence = f"{case.evidence[0]} {text}", record
+    return _finding(case, "value-scale", "warning", verdict, bad, worst, case.calibrate(bad), evidence)
 
 
 def _own_share(layer: LayerFacts) -> float:
@@ -210,8 +293,8 @@ def _own_share(layer: LayerFacts) -> float:
 
     The average of i tokens is 1/sqrt(i) as large as one, so the mean square over N tokens is (1 + 1/2 + ... + 1/N)/N.
     """
-    count = layer.num_tokens or 1
-    averaged = math.fsum(1 / i for i in range(1, count + 1)) / count
+    tokens = layer.num_tokens or 1
+    averaged = math.fsum(1 / i for i in range(1, tokens + 1)) / tokens
     return (layer.attention_share or 0.0) / math.sqrt(averaged)
 
 
@@ -220,97 +303,75 @@ def _stream(case: Case) -> Finding | None:
         parts = [share for share in (layer.attention_share, layer.mlp_share) if share is not None]
         return math.hypot(*parts) if parts and not layer.scales_itself else None
 
-    bad = above(case.layers, added, "stream") if case.fresh else []
+    bad = _above(case.layers, added, "stream") if case.fresh else []
     if not bad:
         return None
     worst = added(bad[0])
     assert worst is not None
-    return _finding(
-        "stream",
-        "warning",
-        f"Attention and MLP add up to {worst:.2g} times what their block receives (at {some_of(bad)}): little is left "
-        "of the tokens themselves.",
-        bad,
-        worst,
-        case.calibrate(bad),
-        *case.evidence,
+    verdict = (
+        f"Attention and MLP add up to {worst:.2g} times what their block receives (at {_some(bad)}): little is left "
+        "of the tokens themselves."
     )
+    return _finding(case, "stream", "warning", verdict, bad, worst, case.calibrate(bad))
 
 
 def _logits(case: Case) -> Finding | None:
     def spread(layer: LayerFacts) -> float | None:
         return None if layer.qk_norm else layer.logit_spread  # a norm's own gain decides, not W_Q and W_K
 
-    bad = above(case.layers, spread, "logits") if case.fresh else []
+    bad = _above(case.layers, spread, "logits") if case.fresh else []
     if not bad:
         return None
-    assert bad[0].logit_spread is not None
-    return _finding(
-        "logits",
-        "warning",
-        f"Logits have a standard deviation of {bad[0].logit_spread:.2g} ({some_of(bad)}): the softmax is nearly "
-        "a choice of one key, and W_Q, W_K get little gradient.",
-        bad,
-        bad[0].logit_spread,
-        case.initialise(bad) + "  # and check the factor 1/sqrt(head_dim)",
-        *case.evidence,
+    worst = bad[0].logit_spread
+    assert worst is not None
+    verdict = (
+        f"Logits have a standard deviation of {worst:.2g} ({_some(bad)}): the softmax is nearly a choice of one key, "
+        "and W_Q, W_K get little gradient."
     )
+    remedy = case.initialise(bad) + "  # and check the factor 1/sqrt(head_dim)"
+    return _finding(case, "logits", "warning", verdict, bad, worst, remedy)
 
 
 def _precision(case: Case) -> Finding | None:
-    bad = above(case.layers, lambda layer: layer.largest_logit, "precision")
+    bad = _above(case.layers, lambda layer: layer.largest_logit, "precision")
     if not bad:
         return None
     worst = bad[0].largest_logit
     assert worst is not None
     spacing = 2.0 ** (math.floor(math.log2(worst)) - 7)
     overflow = ", and float16 overflows" if worst > 65504 else ""
-    drawn = case.fresh and not any(layer.qk_norm for layer in bad)
-    return _finding(
-        "precision",
-        "warning",
-        f"Logits reach {worst:.0f} ({some_of(bad)}), where numbers of bfloat16 are {spacing:g} apart{overflow}: in 16 "
-        "bits the softmax is rounded away.",
-        bad,
-        worst,
-        case.initialise(bad)
-        if drawn
-        else 'with torch.autocast("cuda", enabled=False): ...  # around the attention; and a lower rate for Q and K',
-        "None is about large logits in training. QK-norm, which rules them out, does no harm: digits 91.8 % (default "
-        "91.2), CIFAR-10 31.7 (31.2).",
-        TABLES,
+    verdict = (
+        f"Logits reach {worst:.0f} ({_some(bad)}), where numbers of bfloat16 are {spacing:g} apart{overflow}: in 16 "
+        "bits the softmax is rounded away."
     )
+    remedy = 'with torch.autocast("cuda", enabled=False): ...  # around the attention; and a lower rate for Q and K'
+    if case.fresh and not any(layer.qk_norm for layer in bad):
+        remedy = case.initialise(bad)
+    return _finding(case, "precision", "warning", verdict, bad, worst, remedy, recommended.RECORDED["precision"])
 
 
 def _projection_scale(case: Case) -> Finding | None:
-    def smallest(layer: LayerFacts) -> float | None:
+    def smallest(layer: LayerFacts) -> float:
         scales = []
         if not layer.qk_norm and _is_small(case, layer.logit_spread, "small-logits"):
             scales += [layer.scale_q, layer.scale_k]
-        share = None if layer.scales_itself else layer.attention_share
-        if _is_small(case, share, "small-share"):
+        if _is_small(case, None if layer.scales_itself else layer.attention_share, "small-share"):
             scales += [layer.scale_v]
         known = [scale for scale in scales if scale]
-        return min(known) if known and not layer.causal else None
+        return min(known) if known and not layer.causal else math.inf
 
     if not case.fresh or case.tokens.kind == "words":
         return None
-    bad = [layer for layer in case.layers if (smallest(layer) or math.inf) < THRESHOLDS["projection-scale"].value]
+    bad = [layer for layer in case.layers if smallest(layer) < THRESHOLDS["projection-scale"]]
     if not bad:
         return None
-    bad.sort(key=lambda layer: smallest(layer) or math.inf)
+    bad.sort(key=smallest)
     worst = smallest(bad[0])
-    assert worst is not None
-    return _finding(
-        "projection-scale",
-        "warning",
+    verdict = (
         f"W_Q, W_K, W_V are small for this width, and so is what they do: sigma sqrt(fan_in) down to {worst:.2g} in "
-        f"{some_of(bad)}, 0.55 in a ViT-B.",
-        bad,
-        worst,
-        case.initialise(bad),
-        *case.evidence,
+        f"{_some(bad)}, 0.55 in a ViT-B."
     )
+    return _finding(case, "projection-scale", "warning", verdict, bad, worst, case.initialise(bad))
 
 
 def _is_small(case: Case, effect: float | None, kind: str) -> bool:
@@ -318,7 +379,7 @@ def _is_small(case: Case, effect: float | None, kind: str) -> bool:
 
     Where that is not known, `calibrated` has nothing to go by and leaves them; `gaussian` sets them all the same.
     """
-    return not case.has_tokens_to_scale if effect is None else effect < THRESHOLDS[kind].value
+    return not case.has_tokens_to_scale if effect is None else effect < THRESHOLDS[kind]
 
 
 def _duplicate_heads(case: Case) -> Finding | None:
@@ -327,36 +388,25 @@ def _duplicate_heads(case: Case) -> Finding | None:
         return None
     pairs = sum(len(layer.duplicate_heads) for layer in bad)
     first, second = bad[0].duplicate_heads[0]
-    remedy, evidence, record = _redraw(case, bad, "in which they differ; or prune one of each pair")
-    return _finding(
-        "duplicate-heads",
-        "warning",
-        f"{count(pairs, 'pair')} of heads in {some_of(bad)} compare and read the same (heads {first} and {second} of "
-        f"{title_of(bad[0])}): one of each pair is wasted.",
-        bad,
-        float(pairs),
-        remedy,
-        evidence,
-        record,
+    verdict = (
+        f"{count(pairs, 'pair')} of heads in {_some(bad)} compare and read the same (heads {first} and {second} of "
+        f"{_title(bad[0])}): one of each pair is wasted."
     )
+    remedy, evidence = _redraw(case, bad, "in which they differ; or prune one of each pair")
+    return _finding(case, "duplicate-heads", "warning", verdict, bad, float(pairs), remedy, evidence)
 
 
 def _shared_values(case: Case) -> Finding | None:
     bad = [layer for layer in case.layers if layer.shared_values]
     if not case.fresh or not bad:
         return None
-    return _finding(
-        "shared-values",
-        "note",
-        f"W_V of all heads together has rank {bad[0].head_dim} of {bad[0].width} in {some_of(bad)}: all heads read the "
-        "same directions, as conditioned initialises them.",
-        bad,
-        float(bad[0].head_dim),
-        case.initialise(bad, redraw=True),
-        "No harm is shown: conditioned, which does so, has 92.9 % on digits and 31.9 on CIFAR-10, gaussian with a W_V "
-        "of full rank 92.7 and 31.3.",
-        TABLES,
+    rank = bad[0].head_dim
+    verdict = (
+        f"W_V of all heads together has rank {rank} of {bad[0].width} in {_some(bad)}: all heads read the same "
+        "directions, as conditioned initialises them."
     )
+    remedy, evidence = case.initialise(bad, redraw=True), recommended.RECORDED["shared-values"]
+    return _finding(case, "shared-values", "note", verdict, bad, float(rank), remedy, evidence)
 
 
 def _not_seen(case: Case) -> Finding | None:
@@ -364,23 +414,15 @@ def _not_seen(case: Case) -> Finding | None:
     if not bad:
         return None
     reasons = dict.fromkeys(reason for layer in bad for reason in layer.not_seen)
-    parts = [f"of {some_of([layer for layer in bad if reason in layer.not_seen])}, {reason}" for reason in reasons]
+    parts = [f"of {_some([layer for layer in bad if reason in layer.not_seen])}, {reason}" for reason in reasons]
+    verdict = f"Not seen: {'; '.join(parts)}. Rules that need it were not applied, so nothing is said about it."
     remedy = "wc.diagnose(model, batch)  # with a batch that reaches every attention layer"
     if any(layer.logits_hidden for layer in bad):
         remedy = f"wc.diagnose(model, batch)  # to see it, {HOW_TO_SEE}"
-    return Finding(
-        kind="not-seen",
-        severity="note",
-        verdict=f"Not seen: {'; '.join(parts)}. Rules that need it were not applied, so nothing is said about it.",
-        layers=names_of(bad),
-        value=float(len(bad)),
-        threshold=0.0,
-        remedy=remedy,
-        evidence=NO_RECORD,
-    )
+    return _finding(case, "not-seen", "note", verdict, bad, float(len(bad)), remedy, NO_RECORD)
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Callable[[Case], Finding | None], ...] = (
     _not_finite,
     _lambda,
     _dead_heads,
@@ -395,26 +437,3 @@ RULES: tuple[Rule, ...] = (
     _shared_values,
     _not_seen,
 )
-
-
-def _finding(
-    kind: str,
-    severity: Severity,
-    verdict: str,
-    layers: Sequence[LayerFacts],
-    value: float,
-    remedy: str,
-    evidence: str,
-    record: str,
-) -> Finding:
-    return Finding(
-        kind=kind,
-        severity=severity,
-        verdict=verdict,
-        layers=names_of(layers),
-        value=value,
-        threshold=THRESHOLDS[kind].value,
-        remedy=remedy,
-        evidence=evidence,
-        record=record,
-    )

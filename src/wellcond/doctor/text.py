@@ -1,4 +1,4 @@
-"""A diagnosis as plain text."""
+"""A diagnosis as plain text, and as a page."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import textwrap
 from collections.abc import Collection
 
-from wellcond.doctor.phrases import count
-from wellcond.doctor.records import Diagnosis, Finding, LayerFacts
+from wellcond.doctor.records import SEVERITIES, Diagnosis, Finding, LayerFacts, count
+from wellcond.pages import environment
 
 COLUMNS: dict[str, str] = {
     "kappa(X)": "kappa_tokens",
@@ -36,6 +36,15 @@ NARROWEST = 14
 """For names of layers; where there is less, columns are left out."""
 LEAST = ("diag", "mlp", "O", "K", "entropy")
 """Columns that may be left out, in that order."""
+ABOUT = {
+    "projection-scale": ("scale_q", "scale_k", "scale_v"),
+    "value-scale": ("scale_v",),
+    "stream": ("attention_share", "mlp_share"),
+    "logits": ("logit_spread",),
+    "lambda": ("entropy", "diagonal_mass"),
+}
+"""Columns of the table of layers that a finding is about."""
+TITLES = {"kappa(X)": "κ(X)", "kappa(J)": "κ(J)"}
 
 
 def show_diagnosis(diagnosis: Diagnosis, width: int) -> str:
@@ -149,3 +158,34 @@ def show_number(number: float | None) -> str:
 def _shorten(name: str, room: int) -> str:
     """The end of a name tells most."""
     return name if len(name) <= room else f"..{name[-(room - 2) :]}"
+
+
+def render_diagnosis(diagnosis: Diagnosis) -> str:
+    """HTML of a diagnosis: findings, and a table of the attention layers.
+
+    Raises: MissingExtraError if jinja2 is not installed.
+    """
+    *facts, _, summary = heading(diagnosis)
+    known = [n for n in COLUMNS.values() if any(getattr(layer, n) is not None for layer in diagnosis.layers)]
+    shown = {title: name for title, name in COLUMNS.items() if name in known}
+    template = environment().get_template("diagnosis.html")
+    return template.render(
+        diagnosis=diagnosis,
+        facts=[fact.split(": ", 1) for fact in facts],
+        summary=summary,
+        severities=SEVERITIES,
+        columns=[TITLES.get(title, title) for title in shown],
+        rows=[_layer_row(diagnosis, layer, known) for layer in diagnosis.layers],
+        legend=legend(diagnosis, shown),
+    )
+
+
+def _layer_row(diagnosis: Diagnosis, layer: LayerFacts, names: list[str]) -> dict[str, object]:
+    marked = {
+        name: finding.severity
+        for finding in reversed(diagnosis.findings)
+        if layer.name in finding.layers
+        for name in ABOUT.get(finding.kind, ())
+    }
+    cells = [(show_number(getattr(layer, name)), marked.get(name, "")) for name in names]
+    return {"name": layer.name or "(model)", "cells": cells, "remark": mark(layer)}

@@ -1,13 +1,17 @@
-"""What the callbacks of every training loop share: preparing a model, finding a batch to probe with, summing up."""
+"""What the callbacks of every training loop share: preparing a model, finding a batch, measuring and summing up."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
+import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,11 +21,36 @@ from torch import nn
 from wellcond.conditioning.apply import condition_, make_method
 from wellcond.conditioning.checkpoint import settings_of
 from wellcond.errors import UnknownChoiceError
+from wellcond.files import write_atomically
 from wellcond.init.apply import check_options, init_, takes_batch
 from wellcond.measurement.budget import TrackingOptions
+from wellcond.measurement.records import JACOBIAN_NUMBERS, geometric_mean
+from wellcond.measurement.tracker import ConditionTracker, TrackPoint
 from wellcond.registry import CORRECTIONS, INITIALISATIONS
 
 Choice = str | Mapping[str, Any]
+GENERATORS = (torch.Generator, np.random.Generator, random.Random)
+Summaries = Sequence[tuple[str, str, Callable[[Sequence[float]], float]]]
+"""Name in the log, field of a `TrackPoint`, and how the heads are summed up."""
+SUMMARIES: Summaries = [
+    ("kappa_jacobian_worst", "condition_number", max),
+    ("kappa_jacobian_mean", "condition_number", geometric_mean),
+    ("pseudo_kappa_jacobian_worst", "pseudo_condition_number", max),
+    ("pseudo_kappa_jacobian_mean", "pseudo_condition_number", geometric_mean),
+    ("sigma_max_jacobian", "sigma_max", geometric_mean),
+    ("sigma_min_jacobian", "sigma_rank", geometric_mean),
+    *((f"kappa_{role}_worst", f"kappa_{role}", max) for role in "qkv"),
+    *((f"kappa_{role}_mean", f"kappa_{role}", geometric_mean) for role in "qkv"),
+    *((f"sigma_max_{role}", f"sigma_max_{role}", geometric_mean) for role in "qkv"),
+    *((f"sigma_min_{role}", f"sigma_min_{role}", geometric_mean) for role in "qkv"),
+    ("entropy", "normalised_entropy", fmean),
+    ("logit_std", "logit_std", fmean),
+    ("dead_heads", "dead", sum),
+]
+FIELDS = list(dict.fromkeys(field for _, field, _ in SUMMARIES))
+
+
+# -- preparing a model
 
 
 def read_choice(what: str, choice: Choice) -> tuple[str, dict[str, Any]]:
@@ -79,6 +108,15 @@ def without_batch(init: Choice | None) -> Choice | None:
     return init if init is None or isinstance(init, str) else {k: v for k, v in init.items() if k != "batch"}
 
 
+def conditionings(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Settings of every conditioned part of a model by its name, which is empty for the model itself."""
+    found = ((name, settings_of(module)) for name, module in model.named_modules())
+    return {name: settings for name, settings in found if settings is not None}
+
+
+# -- a batch to measure with
+
+
 def check_batch(batch: Any) -> None:
     """Raise ValueError for a batch that no model can be called with: neither tensors nor a function of the model."""
     if batch is None or isinstance(batch, torch.Tensor) or callable(batch):
@@ -92,51 +130,38 @@ def check_batch(batch: Any) -> None:
         )
 
 
-def check_switches(**switches: Any) -> None:
-    """Raise ValueError for a value other than True or False."""
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}: expected True or False, got {value!r}")
-
-
-def conditionings(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Settings of every conditioned part of a model by its name, which is empty for the model itself."""
-    found = ((name, settings_of(module)) for name, module in model.named_modules())
-    return {name: settings for name, settings in found if settings is not None}
-
-
-def check_tracking_options(options: Mapping[str, Any]) -> None:
-    """Raise what `ConditionTracker` would raise about its options, before there is a model."""
-    known = [field.name for field in dataclasses.fields(TrackingOptions)]
-    for name in options:
-        if name not in known:
-            raise UnknownChoiceError("option of ConditionTracker", name, known)
-    TrackingOptions(**options)
-
-
 @contextlib.contextmanager
 def preserve_rng_state(collate: Any = None) -> Iterator[None]:
-    """Restore the random states of Python, NumPy, torch and a collator's own generators on exit."""
+    """Restore the random states of Python, NumPy, torch and a collator's own generators on exit.
+
+    A generator that the collator makes meanwhile is forgotten, so that it makes the same one again.
+    """
     python, numpy = random.getstate(), np.random.get_state()
-    # Trainer wraps a collator that is given to it; generators may be made at the first call.
+    # Trainer wraps a collator that is given to it.
     holders = [held for held in (collate, getattr(collate, "data_collator", None)) if hasattr(held, "__dict__")]
-    before = [(vars(held), dict(vars(held))) for held in holders]
-    generators = [value for _, values in before for value in values.values() if isinstance(value, GENERATORS)]
+    before = [dict(vars(held)) for held in holders]
+    generators = [value for held in before for value in held.values() if isinstance(value, GENERATORS)]
     states = [copy.deepcopy(_state(generator)) for generator in generators]
+    device = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=device):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        for now, then in before:
-            now.clear()
-            now.update(then)
+        for held, then in zip(holders, before, strict=True):
+            for name, value in list(vars(held).items()):
+                if isinstance(value, GENERATORS) and value is not then.get(name):
+                    _restore(held, name, then)
         for generator, state in zip(generators, states, strict=True):
             _set_state(generator, state)
 
 
-GENERATORS = (torch.Generator, np.random.Generator, random.Random)
+def _restore(held: Any, name: str, then: dict[str, Any]) -> None:
+    if name in then:
+        vars(held)[name] = then[name]
+    else:
+        del vars(held)[name]
 
 
 def _state(generator: Any) -> Any:
@@ -187,11 +212,172 @@ def without_labels(batch: Mapping[str, Any], names: Iterable[str] = ()) -> dict[
     return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and key not in labels}
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers; 0 if one is 0.
+# -- measuring and summing up
 
-    Example:
-        >>> round(geometric_mean([1.0, 100.0]), 6)
-        10.0
+
+class Watch:
+    """A `ConditionTracker` whose points become a few numbers for a logger and lines of a file.
+
+    Args:
+        model: what is measured.
+        batch: what it is called with.
+        file: where every point is added as a line of JSON; None for no file.
+        per_layer: summaries of each layer as well as of the model.
+        first_step: steps trained before. Lines of later steps, from a run that was cut off, are removed.
+        begun: when the caller began to prepare for measuring, by `time.perf_counter`: that counts as measuring.
+        **options: of `ConditionTracker`.
     """
-    return math.exp(math.fsum(map(math.log, values)) / len(values)) if all(v > 0 for v in values) else 0.0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        file: Path | None,
+        per_layer: bool = False,
+        first_step: int = 0,
+        begun: float | None = None,
+        **options: Any,
+    ) -> None:
+        """Measure step 0, if it is due and training starts there."""
+        begun = time.perf_counter() if begun is None else begun
+        self.file, self.per_layer = file, per_layer
+        self.latest: dict[tuple[str, int], dict[str, float]] = {}
+        self.unlogged = self.unlogged_jacobian = False
+        if file is not None:
+            _keep_lines_until(file, first_step)
+        self.tracker = ConditionTracker(model, batch, first_step=first_step, **options)
+        self._take(self.tracker.points)
+        self.tracker.charge(time.perf_counter() - begun - self.tracker.allowance.spent)  # what it has not counted
+
+    def step(self) -> list[TrackPoint]:
+        """Call after every step of the optimiser; what was measured now."""
+        points = self.tracker.step()
+        self._take(points)
+        return points
+
+    def close(self) -> list[TrackPoint]:
+        """Call after the last step: measures it, and says how much the budget allowed."""
+        points = self.tracker.close()
+        self._take(points)
+        return points
+
+    def _take(self, points: list[TrackPoint]) -> None:
+        if not points:
+            return
+        self.unlogged = True
+        self.unlogged_jacobian |= any(point.condition_number is not None for point in points)
+        for point in points:
+            values = {field: getattr(point, field) for field in FIELDS}
+            # A head measured without its Jacobian keeps the Jacobian of last time.
+            known = {field: value for field, value in values.items() if value is not None}
+            self.latest.setdefault((point.layer, point.head), {}).update(known)
+        if self.file is not None:
+            with open(self.file, "a", encoding="utf-8") as out:
+                out.writelines(point.to_line(self.tracker.run) + "\n" for point in points)
+
+    def new_summary(self) -> dict[str, float]:
+        """The latest numbers of all heads, if some are new; those of Jacobians only where one of these is."""
+        if not self.unlogged:
+            return {}
+        left_out = () if self.unlogged_jacobian else JACOBIAN_NUMBERS
+        self.unlogged = self.unlogged_jacobian = False
+        groups: dict[str, list[dict[str, float]]] = {"wellcond/": []}
+        for (layer, _), numbers in self.latest.items():
+            shown = {field: value for field, value in numbers.items() if field not in left_out}
+            groups["wellcond/"].append(shown)
+            if self.per_layer:
+                groups.setdefault(f"wellcond/{layer}/", []).append(shown)
+        summary: dict[str, float] = {}
+        for prefix, heads in groups.items():
+            summary |= _summarise_all(prefix, heads)
+        summary["wellcond/seconds"] = self.tracker.allowance.spent
+        if math.isfinite(self.tracker.overhead):  # something was trained
+            summary["wellcond/overhead"] = self.tracker.overhead
+        return summary
+
+
+def summarise(prefix: str, heads: list[dict[str, Any]], summaries: Summaries) -> dict[str, float]:
+    """Numbers of heads summed up, each under its name; loggers want finite ones, so others are left out."""
+    found = {}
+    for name, field, sum_up in summaries:
+        known = [numbers[field] for numbers in heads if numbers.get(field) is not None]
+        finite = [value for value in known if math.isfinite(value)]
+        if finite:
+            found[prefix + name] = float(sum_up(finite))
+    return found
+
+
+def _summarise_all(prefix: str, heads: list[dict[str, float]]) -> dict[str, float]:
+    found = summarise(prefix, heads, SUMMARIES)
+    measured = [numbers["condition_number"] for numbers in heads if "condition_number" in numbers]
+    if measured:
+        found[prefix + "heads_without_finite_kappa"] = float(sum(not math.isfinite(value) for value in measured))
+    return found
+
+
+def _keep_lines_until(file: Path, step: int) -> None:
+    """Remove what an interrupted run wrote after its checkpoint; a run from the first step begins a new file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = []
+    if step and file.exists():
+        for line in file.read_bytes().splitlines(keepends=True):
+            try:
+                point = json.loads(line)
+            except ValueError:
+                continue  # cut off while it was written
+            if point["step"] <= step:
+                kept.append(line.rstrip() + b"\n")
+    write_atomically(file, b"".join(kept))
+
+
+class Measuring:
+    """What callbacks of different trainers share: options that are checked at once, and the `Watch` of a training.
+
+    Args:
+        batch: what the model is called with to measure it; None for the first samples of the training data.
+        per_layer: summaries of each layer as well as of the model.
+        options: of `ConditionTracker`.
+        **switches: further options that must be True or False.
+
+    Raises: UnknownChoiceError, ValueError: an option that does not exist, or a value that makes no sense.
+    """
+
+    watch: Watch | None = None
+
+    def __init__(self, batch: Any, per_layer: bool, options: Mapping[str, Any], **switches: Any) -> None:
+        """Check the options."""
+        check_batch(batch)
+        known = [field.name for field in dataclasses.fields(TrackingOptions)]
+        for name in options:
+            if name not in known:
+                raise UnknownChoiceError("option of ConditionTracker", name, known)
+        TrackingOptions(**options)
+        for name, value in {"per_layer": per_layer, **switches}.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}: expected True or False, got {value!r}")
+        self.batch, self.per_layer, self.options = batch, per_layer, options
+
+    @property
+    def points(self) -> list[TrackPoint]:
+        """Everything measured since training began or resumed."""
+        return [] if self.watch is None else self.watch.tracker.points
+
+    @property
+    def logs_when_measured(self) -> bool:
+        """Whether numbers are logged at once: what the budget alone decides waits until the trainer logs."""
+        return self.options.get("every", "auto") != "auto"
+
+    def begin(self, model: nn.Module, probe: Callable[[], Any], folder: Path | None, first_step: int) -> Watch:
+        """Begin to measure a model; `folder` is that of ``wellcond.jsonl``, None on all ranks but the first."""
+        begun = time.perf_counter()
+        self.watch = Watch(
+            model,
+            probe(),
+            file=None if folder is None else folder / "wellcond.jsonl",
+            per_layer=self.per_layer,
+            first_step=first_step,
+            begun=begun,
+            **self.options,
+        )
+        return self.watch

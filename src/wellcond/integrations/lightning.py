@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,15 @@ from wellcond.conditioning.weights import save_weights
 from wellcond.errors import CheckpointMismatchError, needs_extra
 from wellcond.integrations.common import (
     Choice,
+    Measuring,
     apply_choices,
-    check_batch,
     check_choices,
-    check_switches,
-    check_tracking_options,
     conditionings,
     first_samples,
     on_device,
     without_batch,
     without_labels,
 )
-from wellcond.integrations.watch import Watch
-from wellcond.measurement.tracker import TrackPoint
 
 try:
     import lightning.pytorch as pl
@@ -46,7 +41,7 @@ KEY = "wellcond"  # our entry in a checkpoint
 PREPARED = "_wellcond_prepared"
 
 
-class WellcondCallback(pl.Callback):
+class WellcondCallback(Measuring, pl.Callback):
     """Initialises and conditions the attention of a LightningModule, measures it while it trains, and logs.
 
     `fit` prepares the network once, before the optimiser is made and before ``ckpt_path`` is loaded. Checkpoints hold
@@ -87,23 +82,15 @@ class WellcondCallback(pl.Callback):
         **options: Any,
     ) -> None:
         """Check the choices and options."""
-        check_batch(batch)
+        super().__init__(batch, per_layer, options, measure=measure)
         check_choices(init, condition, batch)
-        check_tracking_options(options)
-        check_switches(measure=measure, per_layer=per_layer)
         if not isinstance(network, str):
             raise ValueError(f"network: expected the name of a part of the module, got {network!r:.80}")
         if export is not None and (not isinstance(export, (str, os.PathLike)) or Path(export).suffix != ".safetensors"):
             raise ValueError(f"export: expected a file named *.safetensors, got {str(export)!r}")
-        self.init, self.condition, self.network, self.batch = init, condition, network, batch
-        self.measure, self.per_layer, self.export, self.options = measure, per_layer, export, options
-        self.watch: Watch | None = None
+        self.init, self.condition, self.network = init, condition, network
+        self.measure, self.export = measure, export
         self._latest: dict[tuple[str, int], dict[str, float]] = {}
-
-    @property
-    def points(self) -> list[TrackPoint]:
-        """Everything measured since training began or resumed."""
-        return [] if self.watch is None else self.watch.tracker.points
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepare the network, once, and let its checkpoints hold effective weights."""
@@ -142,18 +129,10 @@ class WellcondCallback(pl.Callback):
         """Measure step 0, or resume at the step of a checkpoint."""
         if not self.measure:
             return
-        begun = time.perf_counter()
-        folder = trainer.log_dir or trainer.default_root_dir
-        self.watch = Watch(
-            self._network(pl_module),
-            self._probe(trainer, pl_module),
-            file=Path(folder, "wellcond.jsonl") if trainer.is_global_zero else None,
-            per_layer=self.per_layer,
-            first_step=trainer.global_step,
-            begun=begun,
-            **self.options,
-        )
-        self.watch.latest = self._latest | self.watch.latest
+        network, folder = self._network(pl_module), Path(trainer.log_dir or trainer.default_root_dir)
+        folder_of_rank = folder if trainer.is_global_zero else None
+        watch = self.begin(network, lambda: self._probe(trainer, pl_module), folder_of_rank, trainer.global_step)
+        watch.latest = self._latest | watch.latest
         self._log(trainer)
 
     def _probe(self, trainer: Any, pl_module: Any) -> Any:
@@ -179,7 +158,7 @@ class WellcondCallback(pl.Callback):
         # Lightning counts the steps of all optimisers; numbers, log and resuming go by its count.
         self.watch.tracker.num_steps = trainer.global_step - 1
         self.watch.step()
-        if trainer.global_step % trainer.log_every_n_steps == 0 or self.options.get("every", "auto") != "auto":
+        if trainer.global_step % trainer.log_every_n_steps == 0 or self.logs_when_measured:
             self._log(trainer)
 
     def _log(self, trainer: Any) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +27,23 @@ from wellcond.conditioning.effective_state import RAW_FILE, read_raw, resume_in_
 from wellcond.errors import CheckpointMismatchError, WeightError, needs_extra
 from wellcond.integrations.common import (
     Choice,
+    Measuring,
     apply_choices,
     check_batch,
-    check_switches,
-    check_tracking_options,
     conditionings,
     first_samples,
     on_device,
     without_labels,
 )
-from wellcond.integrations.watch import Watch
-from wellcond.measurement.tracker import TrackPoint
+from wellcond.private import without_callbacks, without_mixed_precision
 
 with needs_extra("transformers", "text"):
     from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 resume_in_trainer()
 STATE = "wellcond"  # our entry in trainer_state.json
-CONSOLE = tuple(
-    f"wellcond/{name}"
-    for name in (
-        "pseudo_kappa_jacobian_worst",
-        "entropy",
-        "dead_heads",
-        "kappa_q_worst",
-        "kappa_k_worst",
-        "kappa_v_worst",
-    )
-)
-"""What tells most, in that order."""
+CONSOLE = ("pseudo_kappa_jacobian_worst", "entropy", "dead_heads", "kappa_q_worst", "kappa_k_worst", "kappa_v_worst")
+"""The summaries that tell most, in that order: the console shows the first three that were measured."""
 
 
 def prepare(
@@ -169,7 +156,7 @@ def export(trained: nn.Module | Trainer, folder: str | os.PathLike[str]) -> None
         processing.save_pretrained(folder)
 
 
-class WellcondCallback(TrainerCallback):
+class WellcondCallback(Measuring, TrainerCallback):
     """Measures conditioning while `Trainer` trains, and logs it. The training is not changed.
 
     Summaries over heads (``wellcond/kappa_jacobian_worst``, ``wellcond/kappa_q_mean``, ``wellcond/entropy``, ...) go to
@@ -193,29 +180,25 @@ class WellcondCallback(TrainerCallback):
         self, batch: Any = None, *, per_layer: bool = False, export: str | None = None, **options: Any
     ) -> None:
         """Check the options."""
-        check_batch(batch)
-        check_tracking_options(options)
-        check_switches(per_layer=per_layer)
+        super().__init__(batch, per_layer, options)
         if export is not None and not isinstance(export, str):
             raise ValueError(f"export: expected the name of a folder inside the output folder, got {export!r}")
-        self.batch, self.per_layer, self.export_folder, self.options = batch, per_layer, export, options
-        self.watch: Watch | None = None
-        self._trainer: weakref.ref[Trainer] | None = None
+        self.export_folder = export
+        self._reference: weakref.ref[Trainer] | None = None
 
     def add_to(self, trainer: Trainer) -> WellcondCallback:
         """Add this callback to a trainer and log through it; returns the callback."""
-        self._trainer = weakref.ref(trainer)
+        self._reference = weakref.ref(trainer)
         trainer.add_callback(self)
         return self
 
     @property
-    def points(self) -> list[TrackPoint]:
-        """Everything measured since training began or resumed."""
-        return [] if self.watch is None else self.watch.tracker.points
+    def _trainer(self) -> Trainer | None:
+        """The trainer that this callback was added to by `add_to`."""
+        return None if self._reference is None else self._reference()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Measure step 0, weights and attention maps within a budget, or resume at the step of a checkpoint."""
-        begun = time.perf_counter()
         model = unwrap(parts["model"])
         self._check_resumed(model, state)
         if is_conditioned(model):
@@ -227,16 +210,9 @@ class WellcondCallback(TrainerCallback):
                 "For all of them, call WellcondCallback(...).add_to(trainer).",
                 stacklevel=2,
             )
-        with _without_rounding(model):
-            self.watch = Watch(
-                model,
-                self._probe(model, args, parts["train_dataloader"]),
-                file=Path(args.output_dir, "wellcond.jsonl") if state.is_world_process_zero else None,
-                per_layer=self.per_layer,
-                first_step=state.global_step,
-                begun=begun,
-                **self.options,
-            )
+        folder = Path(args.output_dir) if state.is_world_process_zero else None
+        with without_mixed_precision(model):
+            self.begin(model, lambda: self._probe(model, args, parts["train_dataloader"]), folder, state.global_step)
         self._log(state)
 
     def _check_resumed(self, model: nn.Module, state: Any) -> None:
@@ -268,9 +244,9 @@ class WellcondCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Measure what is due; measurements within a budget are logged when `Trainer` logs."""
         assert self.watch is not None
-        with _without_rounding(unwrap(parts["model"])):
+        with without_mixed_precision(unwrap(parts["model"])):
             self.watch.step()
-        if control.should_log or self.options.get("every", "auto") != "auto":
+        if control.should_log or self.logs_when_measured:
             self._log(state)
 
     def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -283,58 +259,31 @@ class WellcondCallback(TrainerCallback):
         self._close(parts["model"])
         self._log(state)
         if self.export_folder is not None and (state.is_world_process_zero or is_sharded(unwrap(parts["model"]))):
-            trainer = self._trainer() if self._trainer is not None else None
-            export(trainer or parts["model"], Path(args.output_dir, self.export_folder))
+            export(self._trainer or parts["model"], Path(args.output_dir, self.export_folder))
 
     def _close(self, model: nn.Module) -> None:
         assert self.watch is not None
-        with _without_rounding(unwrap(model)):
+        with without_mixed_precision(unwrap(model)):
             self.watch.close()
 
     def _log(self, state: Any) -> None:
         assert self.watch is not None
-        numbers = self.watch.new_summary()
+        numbers, trainer = self.watch.new_summary(), self._trainer
         if not numbers:
             return
-        trainer = self._trainer() if self._trainer is not None else None
-        if trainer is not None:
-            # Whoever logs ticks off Trainer's own log of this step, which has the loss.
-            due = trainer.control.should_log
-            _log_briefly(trainer, numbers)
-            trainer.control.should_log = due
-        else:
+        if trainer is None:
             state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
+            return
+        due = trainer.control.should_log
+        _log_briefly(trainer, numbers)
+        trainer.control.should_log = due  # logging ticks off Trainer's own log of this step, which has the loss
 
 
 def _log_briefly(trainer: Trainer, numbers: dict[str, float]) -> None:
-    """Log numbers everywhere, and only the first three of `CONSOLE` on the console."""
-    handler = trainer.callback_handler
-    everyone = handler.callbacks
-    handler.callbacks = [one for one in everyone if not isinstance(one, (PrinterCallback, ProgressCallback))]
-    try:
+    """Log numbers everywhere, and only three of them on the console."""
+    with without_callbacks(trainer, PrinterCallback, ProgressCallback) as consoles:
         trainer.log(numbers)  # which adds the epoch
-    finally:
-        consoles, handler.callbacks = [one for one in everyone if one not in handler.callbacks], everyone
-    shown = [name for name in CONSOLE if name in numbers][:3] + ["epoch"]
+    shown = [name for name in (f"wellcond/{name}" for name in CONSOLE) if name in numbers][:3]
+    logs = {name: numbers[name] for name in (*shown, "epoch") if name in numbers}
     for console in consoles:
-        console.on_log(
-            trainer.args,
-            trainer.state,
-            trainer.control,
-            logs={name: numbers[name] for name in shown if name in numbers},
-        )
-
-
-@contextlib.contextmanager
-def _without_rounding(model: nn.Module) -> Iterator[None]:
-    """Take off the forward pass that Accelerate puts around a model for mixed precision: a probe is not rounded."""
-    rounded = vars(model).get("forward")
-    original = vars(model).get("_original_forward")
-    if rounded is None or original is None:
-        yield
-        return
-    model.forward = original
-    try:
-        yield
-    finally:
-        model.forward = rounded
+        console.on_log(trainer.args, trainer.state, trainer.control, logs=dict(logs))

@@ -12,14 +12,14 @@ from typing import Any, Literal
 from wellcond.arguments import describe
 from wellcond.attention.site import AttentionSite
 from wellcond.jacobian.select import SLOW_SECONDS, show_seconds
-from wellcond.measurement.measure import MeasureSettings
+from wellcond.measurement.run import MeasureSettings
 
 Steps = int | Collection[int]
 Heads = Sequence[int] | Literal["all"]
 Name = tuple[str, int]
 """Layer and head."""
 SHARE_OF_POINTS = 0.5
-"""Of the budget, for weights and attention maps; the rest is saved for Jacobians, which cost more."""
+"""Part of the budget for weights and attention maps; the rest is saved for Jacobians, which cost more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +58,10 @@ class TrackingOptions:
             raise TypeError(
                 f"sites: expected sites of find_attention(model) or a pattern of paths, got {describe(self.sites)}"
             )
-        if not _is_count(self.samples, least=1):
-            raise ValueError(f"samples: expected a number of samples, at least 1, got {self.samples!r}")
         MeasureSettings(**self.of_measure())
 
     def of_measure(self) -> dict[str, Any]:
-        """Those that are options of `measure`."""
+        """The options that `measure` takes as well."""
         return {name: getattr(self, name) for name in ("convention", "kappa", "method", "samples")}
 
     def has_head(self, head: int) -> bool:
@@ -80,11 +78,11 @@ class Allowance:
     budget: float | None
     training: float = 0.0
     spent: float = 0.0
-    """On everything: what is set up, the first and the last step included."""
+    """Seconds spent on everything: setting up, first and last step included."""
     on_points: float = 0.0
-    """The part of it that Jacobians did not cost."""
+    """The part of `spent` that was not for Jacobians."""
     point: float = 0.0
-    """What weights and attention maps of all heads are expected to cost."""
+    """Seconds that weights and attention maps of all heads are expected to cost."""
     reserve: float = 0.0
     """Kept for the last step, which is measured in any case."""
 
@@ -102,7 +100,7 @@ class Allowance:
         return self.point <= self.left and self.on_points + self.point <= share
 
     def record(self, seconds: float, on_jacobians: float) -> None:
-        """Note what the heads of one step cost. The dearest of recent ones is what is expected next."""
+        """Note what the heads of one step cost, and predict the next cost as a decaying maximum."""
         self.spent += seconds
         self.on_points += seconds - on_jacobians
         self.point = max(seconds - on_jacobians, 0.5 * self.point)
@@ -185,10 +183,6 @@ class Turns:
         if self._sized:
             self.experience[name] = max(took, 0.5 * self.experience.get(name, 0.0))
 
-    def never_measured(self) -> list[Name]:
-        """Heads whose Jacobian had no turn."""
-        return [name for name in self.names if name not in self.turns]
-
 
 @dataclass
 class Together:
@@ -226,8 +220,8 @@ class Together:
         return not self.refused
 
 
-def say_slow(seconds: float) -> None:
-    """Say in the log of ``wellcond`` that training waits for a measurement, and which options change that."""
+def log_slow(seconds: float) -> None:
+    """Log to ``wellcond`` that training waits for a measurement, and which options change that."""
     logging.getLogger("wellcond").warning(
         "training waits for a measurement of kappa(J) that is expected to take up to %s; fewer heads=, samples= or "
         "tokens in the batch make that less, a smaller budget= or every=() leaves it out",

@@ -6,20 +6,19 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, get_args
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_batch, check_flag, check_int, check_ints, describe
+from wellcond.arguments import check_batch, check_ints, describe
 from wellcond.attention.checks import Chosen, check_readable, choose_sites
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import check_choice
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.forms import CapturedForm, Part, captured_form, output_form, parts_of, samples_of
@@ -33,128 +32,34 @@ from wellcond.jacobian.diagnosis import (
     map_statistics,
 )
 from wellcond.jacobian.head import Blocks, Head, build_all_blocks
-from wellcond.jacobian.plain import WideForm, stack_size, wide_forms
-from wellcond.jacobian.select import METHODS, SLOW_SECONDS, TooLongError, show_seconds
+from wellcond.jacobian.plain import stack_size, wide_forms
+from wellcond.jacobian.select import SLOW_SECONDS, TooLongError, show_seconds
 from wellcond.jacobian.spectrum import form_spectra
 from wellcond.lab.nystrom.form import nystrom_map
-from wellcond.linalg.records import Convention, JacobianSpectrum, Spectrum
+from wellcond.linalg.records import JacobianSpectrum, Spectrum
 from wellcond.linalg.spectrum import SoftmaxSpectrum, spectra, to_float64
-from wellcond.measurement.facts import run_facts
-from wellcond.measurement.log import MeasurementLog
 from wellcond.measurement.records import (
     NUMERICAL,
-    Combine,
     FailedHead,
-    Grouped,
     HeadReport,
     Kappa,
     LayerReport,
     MeasurementReport,
-    ReportError,
 )
+from wellcond.measurement.run import MeasurementLog, MeasureOptions, MeasureSettings, run_facts
 from wellcond.measurement.sharded import measure_sharded
 from wellcond.theory.bounds import log10_kappa_bound
 from wellcond.theory.surrogate import Factors, softmax_spectra
 
-__all__ = [
-    "NUMERICAL",
-    "Admit",
-    "Combine",
-    "HeadReport",
-    "Kappa",
-    "LayerReport",
-    "MeasureSettings",
-    "MeasurementReport",
-    "measure",
-]
-
 Admit = Callable[[str, int, float | None], bool]
-"""Whether the Jacobian of a head, given by layer and index, may be measured. Asked before anything of it is computed,
-with None, and again when the seconds that it may take are known."""
-GROUP_BYTES = 256 * 2**20  # of the Jacobians of small heads that are decomposed together
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasureSettings:
-    """What `measure` computes of every head; each field is also a keyword of `measure`.
-
-    Attributes:
-        convention: ``wide``, the Jacobian, or ``stack``, the papers' matrix.
-        kappa: which condition number `samples` and means are about.
-        samples: how many samples (or windows) of the batch to measure.
-        combine: ``mean`` measures them one by one; ``stack`` as one Jacobian, since they share the weights.
-        grouped: query heads that share keys and values: ``joint``, one Jacobian of all of them, or ``each`` by itself,
-            which is smaller.
-        jacobian: False measures weights and attention maps only, which takes milliseconds.
-        method: of `jacobian_spectrum`.
-        biases: biases count as parameters.
-        output: also measure each layer's output through W_O, with respect to all its Q, K, V together.
-        memory_limit: bytes that may be used.
-
-    Raises: UnknownChoiceError, TypeError, ValueError: values that do not exist or exclude each other.
-
-    Example:
-        >>> MeasureSettings(samples=4, kappa="pseudo").combine
-        'mean'
-    """
-
-    convention: Convention = "wide"
-    kappa: Kappa = "strict"
-    samples: int = 1
-    combine: Combine = "mean"
-    grouped: Grouped = "joint"
-    jacobian: bool = True
-    method: str = "auto"
-    biases: bool = False
-    output: bool = False
-    memory_limit: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be measured before anything runs."""
-        check_choice("convention", self.convention, get_args(Convention))
-        check_choice("kappa", self.kappa, get_args(Kappa))
-        check_choice("combine", self.combine, get_args(Combine))
-        check_choice("grouped", self.grouped, get_args(Grouped))
-        check_choice("Jacobian method", self.method, ("auto", *METHODS))
-        check_int("samples", self.samples, at_least=1)
-        for name in ("jacobian", "biases", "output"):
-            check_flag(name, getattr(self, name))
-        if self.memory_limit is not None:
-            check_int("memory_limit", self.memory_limit, at_least=1)
-        if self.convention == "stack" and self.biases:
-            raise ValueError(
-                "biases=True: the stacked convention is defined without biases; leave them out, or use "
-                "convention='wide'"
-            )
-        if self.output and not self.jacobian:
-            raise ValueError("output=True is about the Jacobian, and jacobian=False leaves it out")
-
-    def spectra(
-        self, chosen: Sequence[CapturedForm], admit: Callable[[float], bool] | None = None
-    ) -> list[JacobianSpectrum]:
-        """Spectra of forms of one class and shape; TooLongError if `admit`, asked with the seconds, says no."""
-        forms = [one.form if self.convention == "wide" else one.form.stacked() for one in chosen]
-        limits = {"method": self.method, "memory_limit": self.memory_limit, "admit": admit}
-        return form_spectra(forms, convention=self.convention, **limits)  # type: ignore[arg-type]
-
-
-class MeasureOptions(TypedDict, total=False):
-    """The fields of `MeasureSettings` as keywords."""
-
-    convention: Convention
-    kappa: Kappa
-    samples: int
-    combine: Combine
-    grouped: Grouped
-    jacobian: bool
-    method: str
-    biases: bool
-    output: bool
-    memory_limit: int | None
+"""Whether the Jacobian of a head, given by layer and index, may be measured. Called with None before anything of it is
+computed, and again with the seconds that it may take when these are known."""
+GROUP_BYTES = 256 * 2**20
+"""Memory for the Jacobians of small heads that are decomposed together."""
 
 
 def log_slow(seconds: float) -> None:
-    """Say in the log of ``wellcond`` that a measurement will take long, and which options make it shorter."""
+    """Log to ``wellcond`` that a measurement will take long, and which options make it shorter."""
     logging.getLogger("wellcond").warning(
         "wellcond.measure is expected to take up to %s; layers=, heads= or fewer tokens make that less, jacobian=False "
         "leaves kappa(J) out, resume= keeps what is measured if you interrupt it",
@@ -189,7 +94,7 @@ def measure(
         model: any model that `find_attention` understands, conditioned or not.
         batch: a tensor, a mapping of keyword arguments, or a tuple of arguments.
         sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``.
-        layers: only the attentions with these numbers, in the order of `find_attention`.
+        layers: only the attention layers with these numbers, in the order of `find_attention`.
         heads: only these key/value heads; query heads where each is measured by itself.
         settings: what to compute; the defaults of `MeasureSettings` if None.
         resume: a file in which every head is noted when it is measured; the same call then resumes there. Large
@@ -228,24 +133,47 @@ def measure(
         chosen = [chosen[layer] for layer in layers]
     check_readable(chosen)
     facts, conditioning = run_facts(model, batch), conditioning_of(model)
+    pace = _Pace(admit, on_slow)
     if is_sharded(model):
         if resume is not None:
             raise ValueError("resume: a model that is sharded over ranks is measured in one go; leave resume out")
-
-        def measure_whole(site: AttentionSite, call: Any) -> LayerReport:
-            count = site.num_heads if task.grouped == "each" else site.num_kv_heads
-            own = None if heads is None else [head for head in heads if head < count]
-            asked = None if admit is None else lambda _, head, seconds: admit(site.name, head, seconds)
-            report = measure(site.module, call, sites=[site], heads=own, settings=task, admit=asked, on_slow=on_slow)
-            return report.layers[0]
-
-        rows = tuple(measure_sharded(model, batch, chosen, measure_whole))
+        rows = tuple(_measure_gathered(model, batch, chosen, heads, task, pace))
     else:
         asked = sites is not None or layers is not None
         captured = capture_sites(model, batch, chosen, max_samples=task.samples, required=asked)
         log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
-        rows = _measure_captured(captured, heads, task, progress, log, _Pace(admit, on_slow))
+        rows = _measure_captured(captured, heads, task, progress, log, pace)
     return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning, run=facts)
+
+
+def _measure_gathered(
+    model: nn.Module,
+    batch: Any,
+    sites: Sequence[AttentionSite],
+    heads: Sequence[int] | None,
+    task: MeasureSettings,
+    pace: _Pace,
+) -> list[LayerReport]:
+    """Measure a sharded model, one gathered attention layer after the other."""
+
+    def measure_layer(site: AttentionSite, call: Any) -> LayerReport:
+        def admit(_: str, head: int, seconds: float | None) -> bool:
+            assert pace.admit is not None
+            return pace.admit(site.name, head, seconds)  # under its name in the model
+
+        count = site.num_heads if task.grouped == "each" else site.num_kv_heads
+        report = measure(
+            site.module,
+            call,
+            sites=[site],
+            heads=None if heads is None else [head for head in heads if head < count],
+            settings=task,
+            admit=None if pace.admit is None else admit,
+            on_slow=pace.on_slow,
+        )
+        return report.layers[0]
+
+    return measure_sharded(model, batch, sites, measure_layer)
 
 
 def _measure_captured(
@@ -256,32 +184,44 @@ def _measure_captured(
     log: MeasurementLog | None,
     pace: _Pace,
 ) -> tuple[LayerReport, ...]:
-    """Each head by itself: one that fails is recorded with the reason, and the others are measured.
+    """Measure each head by itself: one that fails is recorded with the reason, and the others are measured.
 
     Raises: what the first head raised, if no head could be measured.
     """
     parts = [parts_of(c, task.grouped) for c in captured]
     for head in heads or ():
-        if not any(head < len(of_layer) and head >= 0 for of_layer in parts):
+        if not any(0 <= head < len(of_layer) for of_layer in parts):
             kind = "query" if task.grouped == "each" else "key/value"
-            raise ValueError(f"heads: no attention that is measured has a {kind} head {head}")
+            raise ValueError(f"heads: no attention layer that is measured has a {kind} head {head}")
     wanted = [p if heads is None else [p[head] for head in heads if 0 <= head < len(p)] for p in parts]
     plan = [(number, part) for number, c in enumerate(captured) if c.call for part in wanted[number]]
-    layer_of = lru_cache(maxsize=1)(lambda number: _Layer(captured[number], wanted[number], task, pace))  # one is kept
-    found: dict[int, list[HeadReport]] = {number: [] for number in range(len(captured))}
-    failed: dict[int, list[FailedHead]] = {number: [] for number in range(len(captured))}
+    found: list[list[HeadReport]] = [[] for _ in captured]
+    failed: list[list[FailedHead]] = [[] for _ in captured]
     first_error: Exception | None = None
+    at_layer, groups = -1, list[_Group]()
     for done, (number, part) in enumerate(progress(plan)):
         pace.left = len(plan) - done
+        name = f"{captured[number].site.name} head {part.index}"
+        known = None if log is None else log.find(name)
+        if known is not None:
+            found[number].append(known)
+            continue
         try:
-            found[number].append(_measure_head(layer_of(number), part, log))
-        except ReportError:
-            raise
+            if at_layer != number:
+                groups = []  # those of the layer before are freed first
+                groups, at_layer = _group_heads(captured[number], wanted[number], task, pace), number
+            while part not in groups[0].parts:
+                del groups[0]
+            report = _measure_head(groups[0], part)
         except NUMERICAL as error:
             first_error = first_error or error
             failed[number].append(FailedHead(part.index, str(error).splitlines()[0]))
-    layer_of.cache_clear()
-    if first_error is not None and not any(found.values()):
+            continue
+        if log is not None:
+            log.add(name, report)
+        found[number].append(report)
+    groups.clear()
+    if first_error is not None and not any(found):
         first_error.add_note(f"none of the {len(plan)} heads that were asked for could be measured")
         raise first_error
     return tuple(
@@ -293,22 +233,30 @@ def _measure_captured(
 def _layer_report(
     captured: CapturedAttention, found: list[HeadReport], failed: list[FailedHead], through_output: dict[str, Any]
 ) -> LayerReport:
-    site, problem = captured.site, "" if captured.call is not None else captured.why_not_plain
+    site = captured.site
+    problem = "" if captured.call is not None else captured.why_not_plain
     if failed and not found:
         problem = failed[0].problem
-    num_tokens = 0 if captured.x is None else captured.x.shape[1]
     return LayerReport(
-        site.name, site.kind, site.num_heads, site.num_kv_heads, site.head_dim, num_tokens, tuple(found), problem,
-        failed=tuple(failed), **through_output,
-    )  # fmt: skip
+        name=site.name,
+        kind=site.kind,
+        num_heads=site.num_heads,
+        num_kv_heads=site.num_kv_heads,
+        head_dim=site.head_dim,
+        num_tokens=0 if captured.x is None else captured.x.shape[1],
+        heads=tuple(found),
+        problem=problem,
+        failed=tuple(failed),
+        **through_output,
+    )
 
 
 @dataclass(eq=False)
 class _Pace:
     """What is asked, and announced, before a Jacobian begins."""
 
-    admit: Admit | None = None
-    on_slow: Callable[[float], None] = log_slow
+    admit: Admit | None
+    on_slow: Callable[[float], None]
     left: int = 1
     """Heads that are still to be measured."""
     announced: bool = False
@@ -324,161 +272,172 @@ class _Pace:
         return True
 
 
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """One attention; what is small is computed for all heads asked for together, when first needed."""
+def _group_heads(captured: CapturedAttention, parts: list[Part], task: MeasureSettings, pace: _Pace) -> list[_Group]:
+    """Groups of heads of one attention layer, as large as memory and `admit` allow; those of plain attention only."""
+    samples = samples_of(captured, task.samples, task.combine)
+    plain: list[list[Head]] = []
+    if captured.is_plain:
+        wanted = [(part.kv_head, part.query_head) for part in parts]
+        used = samples if task.jacobian else samples[:1]
+        plain = [list(captured.stacked_heads(wanted, some)) for some in used]
+    room = GROUP_BYTES if task.memory_limit is None else min(GROUP_BYTES, task.memory_limit)
+    size = min((stack_size(heads, room) for heads in plain), default=1)
+    if pace.admit is not None:
+        size = 1  # each head may be refused by itself
+    slots = captured.site.slots
+    weights = {role: _worst(captured, parts, slots[role].read()) for role in "qkv"}
+    raw_weights = {
+        role: _worst(captured, parts, slots[role].read_raw()) if slots[role].is_corrected else weights[role]
+        for role in "qkv"
+    }
+    return [
+        _Group(
+            captured,
+            task,
+            pace,
+            weights,
+            raw_weights,
+            samples,
+            parts[begin : begin + size],
+            [heads[begin : begin + size] for heads in plain],
+        )
+        for begin in range(0, len(parts), size)
+    ]
 
-    captured: CapturedAttention
-    parts: list[Part]
-    task: MeasureSettings
-    pace: _Pace = dataclasses.field(default_factory=_Pace)
 
-    @cached_property
-    def weights(self) -> dict[str, dict[Part, Spectrum]]:
-        """Effective weights, by role and head."""
-        return {role: self._worst(self.captured.site.slots[role].read()) for role in "qkv"}
-
-    @cached_property
-    def raw_weights(self) -> dict[str, dict[Part, Spectrum]]:
-        """Stored weights likewise."""
-        slots = self.captured.site.slots
-        return {role: self._worst(slots[role].read_raw()) if slots[role].is_corrected else self.weights[role]
-                for role in "qkv"}  # fmt: skip
-
-    @cached_property
-    def samples(self) -> list[list[int]]:
-        """Samples that make one Jacobian, for each that is asked for."""
-        return samples_of(self.captured, self.task.samples, self.task.combine)
-
-    @cached_property
-    def heads(self) -> list[dict[Part, Head]]:
-        """The heads of a plain attention, for each of the samples."""
-        if not self.captured.is_plain:
-            return []
-        wanted = [(part.kv_head, part.query_head) for part in self.parts]
-        used = self.samples if self.task.jacobian else self.samples[:1]
-        found = (self.captured.stacked_heads(wanted, samples) for samples in used)
-        return [dict(zip(self.parts, heads, strict=True)) for heads in found]
-
-    @cached_property
-    def heads_at_once(self) -> int:
-        """How many are measured together: one, where each may be refused by itself."""
-        if self.pace.admit is not None:
-            return 1
-        room = GROUP_BYTES if self.task.memory_limit is None else min(GROUP_BYTES, self.task.memory_limit)
-        return min((stack_size(list(of_sample.values()), room) for of_sample in self.heads), default=1)
-
-    def place_of(self, part: Part) -> tuple[_Group, int]:
-        """The group of a head, and its place there."""
-        group, at = divmod(self.parts.index(part), self.heads_at_once)
-        return self._group(group), at
-
-    @cached_property
-    def _group(self) -> Callable[[int], _Group]:
-        step = self.heads_at_once
-        return lru_cache(maxsize=1)(lambda number: _Group(self, self.parts[number * step : (number + 1) * step]))
-
-    @torch.no_grad()
-    def _worst(self, rows: Tensor) -> dict[Part, Spectrum]:
-        """Of each head, the worst of its (query) heads."""
-        of_queries = len(rows) != self.captured.site.num_kv_heads
-        at = [range(len(rows))[self.captured.query_heads(part.kv_head, part.query_head)] if of_queries else
-              [part.kv_head] for part in self.parts]  # fmt: skip
-        found = iter(spectra(rows[[head for heads in at for head in heads]]))
-        return {
-            part: max((next(found) for _ in heads), key=lambda s: s.condition_number)
-            for part, heads in zip(self.parts, at, strict=True)
-        }
+@torch.no_grad()
+def _worst(captured: CapturedAttention, parts: list[Part], rows: Tensor) -> dict[Part, Spectrum]:
+    """Spectrum of each head's weight; of grouped queries, the one with the largest condition number."""
+    of_queries = len(rows) != captured.site.num_kv_heads
+    numbers = {}
+    for part in parts:
+        queries = captured.query_heads(part.kv_head, part.query_head)
+        numbers[part] = list(range(len(rows))[queries]) if of_queries else [part.kv_head]
+    found = iter(spectra(rows[[head for heads in numbers.values() for head in heads]]))
+    return {
+        part: max((next(found) for _ in heads), key=lambda s: s.condition_number) for part, heads in numbers.items()
+    }
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Heads of a layer that are measured together; what is computed is computed for all of them, when first needed."""
+    """Heads of a layer that are measured together: each property is computed once, for all of them, when needed."""
 
-    layer: _Layer
+    captured: CapturedAttention
+    task: MeasureSettings
+    pace: _Pace
+    weights: dict[str, dict[Part, Spectrum]]
+    raw_weights: dict[str, dict[Part, Spectrum]]
+    samples: list[list[int]]
+    """Samples that make one Jacobian, for each Jacobian of a head."""
     parts: list[Part]
+    plain: list[list[Head]]
+    """The heads of a plain attention layer for each of `samples`; empty if it is not plain."""
 
-    @cached_property
+    def alone(self, part: Part) -> _Group:
+        """One of the heads by itself."""
+        at = self.parts.index(part)
+        return dataclasses.replace(self, parts=[part], plain=[[heads[at]] for heads in self.plain])
+
+    @property
     def heads(self) -> list[Head]:
-        """Of a plain attention, on the first samples."""
-        return [self.layer.heads[0][part] for part in self.parts] if self.layer.heads else []
+        """The heads of a plain attention layer on the first samples; empty if it is not plain."""
+        return self.plain[0] if self.plain else []
 
     @cached_property
     def lambdas(self) -> list[SoftmaxSpectrum]:
-        """Spectra of the derivatives of their softmax."""
+        """Spectra of the derivatives of the softmax."""
         return softmax_spectra(self.heads)
 
     @cached_property
     def statistics(self) -> list[AttentionStatistics]:
-        """Of their attention maps."""
+        """Statistics of the attention maps."""
         return all_attention_statistics(self.heads)
 
     @cached_property
     def forms(self) -> list[CapturedForm]:
-        """Of the Jacobian on the first samples."""
+        """Jacobians on the first samples."""
         return self._forms(0)
 
     @cached_property
     def blocks(self) -> list[Blocks | None]:
-        """Of plain heads, with respect to their weights alone."""
-        if self.layer.task.biases and self.heads:
+        """Factors of the Jacobians of plain heads with respect to their weights alone; None for other heads."""
+        if self.task.biases and self.heads:
             return list(build_all_blocks(self.heads))
         return [one.form.plain_blocks() for one in self.forms]
 
     @cached_property
     def spectra(self) -> list[list[JacobianSpectrum]]:
-        """For each of the samples."""
-        task, count = self.layer.task, len(self.layer.samples)
-        name, index, heads = self.layer.captured.site.name, self.parts[0].index, len(self.parts)
-        # All samples are asked for with the first: a head is measured whole or not at all.
-        first = task.spectra(self.forms, lambda seconds: self.layer.pace.allows(name, index, count * seconds, heads))
-        return [first, *(task.spectra(self._forms(number)) for number in range(1, count))]
+        """Spectra of the Jacobians of all heads, for each of the samples.
+
+        Raises: TooLongError if they may not be measured.
+        """
+        name, index, count = self.captured.site.name, self.parts[0].index, len(self.samples)
+
+        def admit(seconds: float) -> bool:
+            return self.pace.allows(name, index, count * seconds, len(self.parts))  # all samples or none
+
+        first = self._spectra(self.forms, admit)
+        return [first, *(self._spectra(self._forms(number)) for number in range(1, count))]
 
     def _forms(self, number: int) -> list[CapturedForm]:
-        layer, plain = self.layer, list[WideForm | None]([None] * len(self.parts))
-        if layer.heads:
-            plain = list(wide_forms([layer.heads[number][part] for part in self.parts], layer.task.biases))
-        return [captured_form(layer.captured, part.kv_head, samples=layer.samples[number], biases=layer.task.biases,
-                              query_head=part.query_head, plain=form)
-                for part, form in zip(self.parts, plain, strict=True)]  # fmt: skip
+        samples, biases = self.samples[number], self.task.biases
+        plain = list(wide_forms(self.plain[number], biases)) if self.plain else [None] * len(self.parts)
+        return [
+            captured_form(
+                self.captured, part.kv_head, samples=samples, biases=biases, query_head=part.query_head, plain=form
+            )
+            for part, form in zip(self.parts, plain, strict=True)
+        ]
+
+    def _spectra(
+        self, chosen: Sequence[CapturedForm], admit: Callable[[float], bool] | None = None
+    ) -> list[JacobianSpectrum]:
+        task = self.task
+        return form_spectra(
+            [one.form if task.convention == "wide" else one.form.stacked() for one in chosen],
+            convention=task.convention,
+            method=task.method,
+            memory_limit=task.memory_limit,
+            admit=admit,
+        )
 
 
-def _measure_head(layer: _Layer, part: Part, log: MeasurementLog | None) -> HeadReport:
-    if log is not None:
-        return log.head(f"{layer.captured.site.name} head {part.index}", lambda: _measure_head(layer, part, None))
-    queries = layer.captured.query_heads(part.kv_head, part.query_head)
-    wanted = layer.task.jacobian and layer.pace.allows(layer.captured.site.name, part.index, None)
-    measured = _jacobian_of if wanted else _attention_of
-    group, at = layer.place_of(part)
+def _measure_head(group: _Group, part: Part) -> HeadReport:
+    captured = group.captured
+    wanted = group.task.jacobian and group.pace.allows(captured.site.name, part.index, None)
+    measured = _jacobian_fields if wanted else _attention_fields
     try:
-        fields = measured(group, at)
+        fields = measured(group, part)
     except TooLongError as error:
-        fields = _attention_of(group, at) | {"how": str(error)}
+        fields = _attention_fields(group, part) | {"how": str(error)}
     except NUMERICAL:
         if len(group.parts) == 1:
             raise
-        fields = measured(_Group(layer, [part]), 0)  # another head of the group may be the one that fails
+        fields = measured(group.alone(part), part)  # another head of the group may be the one that fails
+    queries = captured.query_heads(part.kv_head, part.query_head)
     return HeadReport(
         index=part.index,
         query_heads=tuple(range(queries.start, queries.stop)),
-        weights={role: by_head[part] for role, by_head in layer.weights.items()},
-        raw_weights={role: by_head[part] for role, by_head in layer.raw_weights.items()},
+        weights={role: by_head[part] for role, by_head in group.weights.items()},
+        raw_weights={role: by_head[part] for role, by_head in group.raw_weights.items()},
         **fields,
     )
 
 
-def _attention_of(group: _Group, at: int) -> dict[str, Any]:
+def _attention_fields(group: _Group, part: Part) -> dict[str, Any]:
     """Fields of a `HeadReport` without a Jacobian."""
+    captured, at = group.captured, group.parts.index(part)
     fields: dict[str, Any] = {"how": "weights and attention map only"}
     if group.heads:
         fields |= {"attention": group.statistics[at], "dead": is_collapsed(group.heads[at], group.statistics[at])}
     else:
-        fields |= _seen_attention(group.layer.captured, group.parts[at])
-    return fields | _approximated(group.layer.captured, group.parts[at].kv_head)
+        fields |= _seen_attention(captured, part)
+    return fields | _approximated(captured, part.kv_head)
 
 
 def _seen_attention(captured: CapturedAttention, part: Part) -> dict[str, Any]:
-    """Fields of a `HeadReport` about the softmax of an attention that is not plain, on the first sample, if seen."""
+    """Fields of a `HeadReport` about the softmax of a layer that is not plain, on the first sample, if it was seen."""
     p = captured.probabilities
     if captured.site.kind != "softmax" or p is None or p.dim() != 4 or p.shape[1] != captured.site.num_heads:
         return {}
@@ -495,22 +454,27 @@ def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
     return {} if seen is None else {"attention": seen.statistics, "approximation_error": seen.error}
 
 
-def _jacobian_of(group: _Group, at: int) -> dict[str, Any]:
+def _jacobian_fields(group: _Group, part: Part) -> dict[str, Any]:
     """Fields of a `HeadReport` that are about the Jacobian and what explains it."""
-    captured, task, part = group.layer.captured, group.layer.task, group.parts[at]
-    found, first = [of_samples[at] for of_samples in group.spectra], group.forms[at]
-    both = _both(found)
-    fields: dict[str, Any] = {"jacobian": found[0], "samples": both[task.kappa], "both_samples": both}
-    fields["how"], head, blocks = first.how, first.form.plain_head, group.blocks[at]
+    captured, task, at = group.captured, group.task, group.parts.index(part)
+    found = [of_samples[at] for of_samples in group.spectra]
+    form, both = group.forms[at].form, _both(found)
+    fields: dict[str, Any] = {
+        "jacobian": found[0],
+        "samples": both[task.kappa],
+        "both_samples": both,
+        "how": group.forms[at].how,
+    }
+    head, blocks = form.plain_head, group.blocks[at]
     if head is None or blocks is None:
-        mapped = first.form.diagnose()
+        mapped = form.diagnose()
         return fields | (_approximated(captured, part.kv_head) if mapped is None else _diagnosed(mapped))
     diagnosis = diagnose_head(head, blocks, group.statistics[at])
     fields |= _diagnosed(diagnosis)
     if head.is_single:
         kappa = {"X": diagnosis.kappa_x}
         for role in ("query", "key", "value"):
-            kappa[role] = group.layer.weights[captured.site.roles[role]][part].pseudo_condition_number
+            kappa[role] = group.weights[captured.site.roles[role]][part].pseudo_condition_number
         fields["papers_bound_log10"] = Factors(kappa, diagnosis.kappa_p, group.lambdas[at]).log10
         bound = None if task.biases else log10_kappa_bound(head, blocks, convention=task.convention)
         fields["bound_log10"] = bound
@@ -523,20 +487,21 @@ def _diagnosed(diagnosis: HeadDiagnosis) -> dict[str, Any]:
 
 def _through_output(captured: CapturedAttention, task: MeasureSettings, pace: _Pace) -> dict[str, Any]:
     """Fields of a `LayerReport` about the output through W_O; none where that is not asked for or not defined."""
-    site, nothing = captured.site, {"output_samples": _both([])}
+    site = captured.site
     if not task.output or captured.call is None or not captured.is_plain or site.o is None or task.convention != "wide":
-        return nothing
+        return {"output_samples": _both([])}
+    chosen = samples_of(captured, task.samples, task.combine)
+
+    def admit(seconds: float) -> bool:
+        return pace.allows(site.name, 0, len(chosen) * seconds)
+
+    found: list[JacobianSpectrum] = []
     try:
-        chosen = samples_of(captured, task.samples, task.combine)
-        found = [
-            form_spectra(
-                [output_form(captured, some, task.biases)], method=task.method, memory_limit=task.memory_limit,
-                admit=lambda seconds: pace.allows(site.name, 0, len(chosen) * seconds),
-            )[0]
-            for some in chosen
-        ]  # fmt: skip
+        for samples in chosen:
+            form = output_form(captured, samples, task.biases)
+            found += form_spectra([form], method=task.method, memory_limit=task.memory_limit, admit=admit)
     except NUMERICAL as error:
-        return nothing | {"output_problem": str(error).splitlines()[0]}
+        return {"output_samples": _both([]), "output_problem": str(error).splitlines()[0]}
     return {"with_output": found[0], "output_samples": _both(found)}
 
 

@@ -1,33 +1,74 @@
-"""What `measure` reports: frozen records of heads, layers and models."""
+"""What `measure` reports: frozen records of heads, layers and models, as tables, JSON and `pandas` frames."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from wellcond.errors import ReportError, WellcondError
-from wellcond.files import json_ready
+from wellcond.errors import ReportError, WellcondError, needs_extra
+from wellcond.files import to_json
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
 from wellcond.jacobian.layer import union_condition_number
 from wellcond.linalg.records import Convention, JacobianSpectrum, Spectrum, restore, show_kappas
-from wellcond.measurement.frames import make_frame
-from wellcond.measurement.plot import HeadMark, plot_heads
 
 SCHEMA = 1
-JACOBIAN_COLUMNS = ("sigma_max", "sigma_min", "sigma_rank", "rank", "nullity", "method")
 Kappa = Literal["strict", "pseudo"]
 Combine = Literal["mean", "stack"]
 Grouped = Literal["joint", "each"]
-
-
-# What a measurement may end in when numbers are NaN, infinite or too large to be squared.
 NUMERICAL = (WellcondError, ArithmeticError, torch.linalg.LinAlgError)
+"""What a measurement may raise when numbers are NaN, infinite or too large to be squared."""
+ATTENTION_NUMBERS = tuple(f.name for f in dataclasses.fields(AttentionStatistics))
+JACOBIAN_NUMBERS = (
+    "condition_number",
+    "pseudo_condition_number",
+    "sigma_max",
+    "sigma_rank",
+    "rank",
+    "nullity",
+    "status",
+    "norm_q",
+    "norm_k",
+    "norm_v",
+    "papers_bound_log10",
+    "bound_log10",
+)
+"""Names in `HeadReport.numbers` that are None without a Jacobian."""
+INTEGERS = ("step", "head", "rank", "nullity", "num_tokens")
+"""Columns of a frame that hold integers, which may be missing."""
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Geometric mean of numbers that are not negative; 0 if one is 0, NaN if there are none or one is NaN.
+
+    Example:
+        >>> round(geometric_mean([1.0, 100.0]), 6), geometric_mean([2.0, math.inf])
+        (10.0, inf)
+    """
+    if not values or any(math.isnan(value) for value in values):
+        return math.nan
+    if len(values) == 1 or 0 in values:
+        return min(values)
+    return statistics.geometric_mean(values)
+
+
+def make_frame(rows: Sequence[Mapping[str, Any]], attrs: Mapping[str, Any]) -> Any:
+    """A `pandas.DataFrame` with one row per mapping; `attrs` say what was measured and how.
+
+    Raises: MissingExtraError if pandas is not installed.
+    """
+    with needs_extra("pandas", "train"):  # which has it through datasets
+        import pandas
+    frame = pandas.DataFrame(rows)
+    frame = frame.astype({name: "Int64" for name in INTEGERS if name in frame})
+    frame.attrs |= attrs
+    return frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +99,8 @@ class HeadReport:
     approximation_error: float | None = None
     """Of Nystrom attention: |Phat - P| / |P| in the Frobenius norm, with P that softmax."""
     diagnosis: HeadDiagnosis | None = None
-    """Likewise; None also without a Jacobian."""
+    """What dominates the Jacobian, of the first sample or of all samples stacked; None without a Jacobian, and of forms
+    that are not diagnosed."""
     dead: bool = False
     """Attention has collapsed; without a Jacobian, only where the attention map alone proves it."""
     papers_bound_log10: float | None = None
@@ -74,25 +116,15 @@ class HeadReport:
         return f"HeadReport(head {self.index}, {kappas}, {self.status}, {self.verdict})"
 
     def mean_kappa(self, kind: Kappa | None = None) -> float:
-        """Geometric mean over samples; infinite if any is, NaN if one is not known. Of the kind asked for if None."""
-        samples = self.samples if kind is None else self.both_samples[kind]
-        if not samples or any(math.isnan(s) for s in samples):
-            return math.nan
-        if math.inf in samples:
-            return math.inf
-        if len(samples) == 1:
-            return samples[0]
-        return math.exp(sum(math.log(s) for s in samples) / len(samples))
+        """Geometric mean over samples, of the kind that was asked for if None; infinite if any is, NaN if one is."""
+        return geometric_mean(self.samples if kind is None else self.both_samples[kind])
 
     def spread(self) -> float:
         """Geometric standard deviation over samples; 1 for one sample, NaN if one is not finite or there is none."""
         if not self.samples or not all(math.isfinite(s) for s in self.samples):
             return math.nan
         logs = [math.log(s) for s in self.samples]
-        if len(logs) < 2:
-            return 1.0
-        mean = sum(logs) / len(logs)
-        return math.exp(math.sqrt(sum((x - mean) ** 2 for x in logs) / (len(logs) - 1)))
+        return math.exp(statistics.stdev(logs)) if len(logs) > 1 else 1.0
 
     @property
     def why_not_finite(self) -> str:
@@ -122,6 +154,26 @@ class HeadReport:
         """How the Jacobian is known; ``not measured`` without one."""
         return "not measured" if self.jacobian is None else self.jacobian.status
 
+    def numbers(self) -> dict[str, Any]:
+        """Every number of the head in one flat mapping, names as in `TrackPoint`; None where it was not measured."""
+        found: dict[str, Any] = dict.fromkeys((*JACOBIAN_NUMBERS, *ATTENTION_NUMBERS))
+        if self.jacobian is not None:
+            for name in ("sigma_max", "sigma_rank", "rank", "nullity", "status"):
+                found[name] = getattr(self.jacobian, name)
+            found["condition_number"] = self.mean_kappa("strict")
+            found["pseudo_condition_number"] = self.mean_kappa("pseudo")
+        if self.diagnosis is not None:
+            found |= {f"norm_{role}": getattr(self.diagnosis, f"norm_{role}") for role in "qkv"}
+        if self.attention is not None:
+            found |= dataclasses.asdict(self.attention)
+        for prefix, weights in (("", self.weights), ("raw_", self.raw_weights)):
+            for role, spectrum in weights.items():
+                found[f"{prefix}kappa_{role}"] = spectrum.condition_number
+                found[f"{prefix}sigma_max_{role}"] = spectrum.sigma_max
+                found[f"{prefix}sigma_min_{role}"] = spectrum.sigma_min
+        found["papers_bound_log10"], found["bound_log10"] = self.papers_bound_log10, self.bound_log10
+        return found | {"dead": self.dead}
+
 
 @dataclass(frozen=True)
 class FailedHead:
@@ -134,7 +186,7 @@ class FailedHead:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One attention."""
+    """One attention layer."""
 
     name: str
     kind: str
@@ -202,7 +254,7 @@ class MeasurementReport:
         """One line."""
         heads = [head for layer in self.layers for head in layer.heads]
         failed = sum(len(layer.failed) for layer in self.layers)
-        counts = f"{len(heads)} heads of {len(self.layers)} attentions"
+        counts = f"{len(heads)} heads of {len(self.layers)} attention layer{'' if len(self.layers) == 1 else 's'}"
         counts += f", {failed} heads not measured" if failed else ""
         of = f"{self.run['model']}; " if "model" in self.run else ""
         return f"MeasurementReport({of}{counts}, {self.convention} Jacobian, {self.kappa}, {_range_of(heads)})"
@@ -223,7 +275,7 @@ class MeasurementReport:
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """`to_dict` as JSON; infinities and NaN as text, since JSON has none."""
-        return json.dumps(json_ready(self.to_dict()), indent=indent)
+        return to_json(self.to_dict(), indent=indent)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> MeasurementReport:
@@ -246,17 +298,17 @@ class MeasurementReport:
         width = max(12, *(len(head.status) for head in heads)) if heads else 12
         pseudo = f" {'pseudo':>10}" if explained else ""
         why = f"{'verdict':10} why not finite" if explained else "verdict"
-        lines = [f"{'layer':28} head {'kappa(J)':>10}{pseudo} {'status':>{width}} {'|J_Q|':>9} {'|J_K|':>9} "
-                 f"{'|J_V|':>9} {'entropy':>8} {'diagonal':>8}  {why}"]  # fmt: skip
+        norms, mass = f"{'|J_Q|':>9} {'|J_K|':>9} {'|J_V|':>9}", f"{'entropy':>8} {'diagonal':>8}"
+        lines = [f"{'layer':28} head {'kappa(J)':>10}{pseudo} {'status':>{width}} {norms} {mass}  {why}"]
         for layer in self.layers:
             if layer.problem:
                 lines.append(f"{layer.name:28} not measured: {layer.problem}")
             if layer.output_problem:
                 lines.append(f"{layer.name:28} not measured through W_O: {layer.output_problem}")
             for head in layer.heads:
-                d, seen = head.diagnosis, head.attention
-                norms = " ".join(f"{x:9.3g}" for x in ((d.norm_q, d.norm_k, d.norm_v) if d else (math.nan,) * 3))
-                mass = " ".join(f"{x:8.4f}" for x in ((seen.entropy, seen.diagonal_mass) if seen else (math.nan,) * 2))
+                row = _columns(head)
+                norms = " ".join(f"{row[f'norm_{role}']:9.3g}" for role in "qkv")
+                mass = f"{row['entropy']:8.4f} {row['diagonal_mass']:8.4f}"
                 pseudo = f" {head.show_pseudo():>10}" if explained else ""
                 why = f"{head.verdict:10} {head.why_not_finite}" if explained else head.verdict
                 lines.append(
@@ -301,12 +353,9 @@ class MeasurementReport:
 
         Raises: MissingExtraError if matplotlib is not installed.
         """
-        marks = [
-            HeadMark(layer.name or "(model)", head.mean_kappa(), head.mean_kappa("pseudo"), head.dead)
-            for layer in self.layers
-            for head in layer.heads
-        ]
-        return plot_heads(marks, kind=self.kappa, title=self.run.get("model", ""), ax=ax)
+        from wellcond.measurement.plot import plot_report
+
+        return plot_report(self, ax)
 
 
 def _range_of(heads: Sequence[HeadReport]) -> str:
@@ -329,25 +378,9 @@ def _problem_rows(layer: LayerReport) -> list[dict[str, Any]]:
 
 def _columns(head: HeadReport) -> dict[str, Any]:
     """The row of one head in a frame."""
-    jacobian, diagnosis, attention = head.jacobian, head.diagnosis, head.attention
-    row: dict[str, Any] = {
-        "head": head.index,
-        "kappa": head.mean_kappa(),
-        "condition_number": head.mean_kappa("strict"),
-        "pseudo_condition_number": head.mean_kappa("pseudo"),
-        "why_not_finite": head.why_not_finite,
-        "status": head.status,
-        "verdict": head.verdict,
-        "dead": head.dead,
-    }
-    row |= {name: None if jacobian is None else getattr(jacobian, name) for name in JACOBIAN_COLUMNS}
-    row |= {f"norm_{role}": _number(getattr(diagnosis, f"norm_{role}", None)) for role in "qkv"}
-    row |= dataclasses.asdict(attention) if attention is not None else {}
-    for prefix, weights in (("", head.weights), ("raw_", head.raw_weights)):
-        row |= {f"{prefix}kappa_{role}": found.condition_number for role, found in weights.items()}
-    row |= {name: _number(getattr(head, name)) for name in ("bound_log10", "papers_bound_log10")}
-    return row | {"how": head.how, "problem": ""}
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+    numbers = head.numbers() | {name: getattr(head.jacobian, name, None) for name in ("sigma_min", "method")}
+    row = {"head": head.index, "kappa": head.mean_kappa()}
+    row |= {name: math.nan if value is None else value for name, value in numbers.items()}
+    for name in ("status", "verdict", "why_not_finite", "how"):
+        row[name] = getattr(head, name)
+    return row | {"problem": ""}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,8 +17,9 @@ from wellcond.attention.checks import Chosen, choose_sites
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import any_distributed, reshard_, unwrap
 from wellcond.errors import WellcondError
+from wellcond.files import json_ready, to_json
 from wellcond.jacobian.select import show_seconds
-from wellcond.linalg.records import Convention
+from wellcond.linalg.records import Convention, show_kappas
 from wellcond.measurement.budget import (
     Allowance,
     Heads,
@@ -27,14 +29,99 @@ from wellcond.measurement.budget import (
     Turns,
     is_due,
     is_regular,
-    say_slow,
+    log_slow,
 )
-from wellcond.measurement.facts import run_facts
-from wellcond.measurement.frames import make_frame
-from wellcond.measurement.measure import NUMERICAL, Admit, HeadReport, Kappa, MeasurementReport, measure
-from wellcond.measurement.plot import curves_of, plot_curves
-from wellcond.measurement.points import TrackPoint, failed_numbers, numbers_of, without_jacobian
+from wellcond.measurement.measure import Admit, measure
+from wellcond.measurement.plot import plot_points
+from wellcond.measurement.records import (
+    ATTENTION_NUMBERS,
+    JACOBIAN_NUMBERS,
+    NUMERICAL,
+    HeadReport,
+    Kappa,
+    make_frame,
+)
+from wellcond.measurement.run import run_facts
 from wellcond.measurement.sharded import decided_by_first
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackPoint:
+    """One head at one step of a training: `HeadReport.numbers` with step, layer and head.
+
+    Condition numbers of the Jacobian are geometric means over samples; everything else about Jacobian, bounds and
+    attention map is of the first sample. What is about the Jacobian (also norms and bounds) is None where only weights
+    and attention maps were measured, and what is about the attention map where that is not known. A measurement
+    that failed has the status ``failed``, its `problem`, and NaN for numbers. Of grouped queries, q is the worst.
+    """
+
+    step: int
+    layer: str
+    head: int
+    condition_number: float | None = None
+    pseudo_condition_number: float | None = None
+    sigma_max: float | None = None
+    sigma_rank: float | None = None
+    rank: int | None = None
+    nullity: int | None = None
+    status: str | None = None
+    norm_q: float | None = None
+    norm_k: float | None = None
+    norm_v: float | None = None
+    kappa_q: float = math.nan
+    kappa_k: float = math.nan
+    kappa_v: float = math.nan
+    sigma_max_q: float = math.nan
+    sigma_max_k: float = math.nan
+    sigma_max_v: float = math.nan
+    sigma_min_q: float = math.nan
+    sigma_min_k: float = math.nan
+    sigma_min_v: float = math.nan
+    raw_kappa_q: float = math.nan
+    raw_kappa_k: float = math.nan
+    raw_kappa_v: float = math.nan
+    raw_sigma_max_q: float = math.nan
+    raw_sigma_max_k: float = math.nan
+    raw_sigma_max_v: float = math.nan
+    raw_sigma_min_q: float = math.nan
+    raw_sigma_min_k: float = math.nan
+    raw_sigma_min_v: float = math.nan
+    papers_bound_log10: float | None = None
+    """The papers' surrogate, which is not a bound."""
+    bound_log10: float | None = None
+    """A bound on the condition number that holds."""
+    entropy: float | None = None
+    normalised_entropy: float | None = None
+    diagonal_mass: float | None = None
+    max_probability: float | None = None
+    logit_std: float | None = None
+    dead: bool = False
+    seconds: float = 0.0
+    """Wall time, in equal parts where several heads were measured together; the only field that differs between equal
+    runs."""
+    problem: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Plain data with infinities and NaN as text: `json.dumps` of it is standard JSON."""
+        return json_ready(self.to_dict())
+
+    def __repr__(self) -> str:
+        """One line."""
+        where = f"step {self.step}, {self.layer!r} head {self.head}"
+        if self.status == "failed":
+            return f"TrackPoint({where}, failed: {self.problem})"
+        if self.condition_number is None or self.pseudo_condition_number is None:
+            weights = ", ".join(f"{getattr(self, f'kappa_{role}'):.4g}" for role in "qkv")
+            return f"TrackPoint({where}, kappa of q, k, v: {weights})"
+        return f"TrackPoint({where}, {show_kappas(self.condition_number, self.pseudo_condition_number)}, {self.status})"
+
+    def to_line(self, run: Mapping[str, str]) -> str:
+        """One line of JSON, with what was measured: model, input and version."""
+        return to_json(self.to_dict() | dict(run))
 
 
 class ConditionTracker:
@@ -52,8 +139,8 @@ class ConditionTracker:
     Without a budget everything that is due is measured, all heads in one forward pass.
 
     If steps are listed, only these are measured. That a step was the last one is known when the tracker is closed: by
-    `close`, or at the end of ``with tracker:``. It then writes one line to standard error: what was measured, and which
-    share of the training time that took.
+    `close`, or at the end of ``with tracker:``. It then logs `summary`, one line, to the logger ``wellcond``: as a
+    warning if Jacobians that were asked for were never measured, else as information.
 
     Under DistributedDataParallel rank 0 measures and has the points. Sharded weights (FSDP2, tensor parallelism) are
     gathered, one attention layer at a time: every rank needs a batch and has to call `step`; each then has the points
@@ -111,13 +198,20 @@ class ConditionTracker:
         kappa: Kappa = "strict",
         method: str = "auto",
         clock: Callable[[], float] = time.perf_counter,
-        on_slow: Callable[[float], None] = say_slow,
+        on_slow: Callable[[float], None] = log_slow,
     ) -> None:
         """Measure weights and attention maps of step 0, which shows what that costs."""
         asked = TrackingOptions(
-            every=every, weights_every=weights_every, sites=sites, heads=heads, budget=budget, samples=samples,
-            convention=convention, kappa=kappa, method=method,
-        )  # fmt: skip
+            every=every,
+            weights_every=weights_every,
+            sites=sites,
+            heads=heads,
+            budget=budget,
+            samples=samples,
+            convention=convention,
+            kappa=kappa,
+            method=method,
+        )
         if isinstance(first_step, bool) or not isinstance(first_step, int) or first_step < 0:
             raise ValueError(f"first_step: expected the number of steps trained before, got {first_step!r}")
         begun = clock()
@@ -180,7 +274,7 @@ class ConditionTracker:
         return self._measure_point(self._batch(batch), jacobian=jacobian)
 
     def close(self, batch: Any = None) -> list[TrackPoint]:
-        """Call once after the last training step, on every process: measures it, and writes `summary` to stderr.
+        """Call once after the last training step, on every process: measures it, and logs `summary`.
 
         Args:
             batch: to measure with; by default what the tracker, or else the latest `step`, was given.
@@ -202,7 +296,8 @@ class ConditionTracker:
                 self.allowance.reserve = 0.0
                 measured = self._measure_point(batch, jacobian=is_regular(self.every))
         if self.active and _is_first_rank():
-            print(self.summary(), file=sys.stderr)
+            level = logging.WARNING if self._never_measured() else logging.INFO
+            logging.getLogger("wellcond").log(level, "%s", self.summary())
         return measured
 
     def __enter__(self) -> ConditionTracker:
@@ -218,19 +313,18 @@ class ConditionTracker:
         """What was measured and which share of the training time that took, in one line, and how to change that."""
         budget, names = self.allowance.budget, self.turns.names
         with_jacobian = [(p.layer, p.head) for p in self.points if p.status not in (None, "failed")]
-        known, jacobians = set(with_jacobian), len(with_jacobian)
         steps = len({point.step for point in self.points})
         trained = self.num_steps - self._first_step
         took = f"{self.overhead:.1%} of the training time" if trained else f"{self.allowance.spent:.2g} s"
         text = (
             f"wellcond: measured at {steps} of {self._due_steps} steps that were due ({trained} trained), kappa(J) "
-            f"{jacobians} times ({len(known)} of {len(names)} heads), which took {took}"
+            f"{len(with_jacobian)} times ({len(set(with_jacobian))} of {len(names)} heads), which took {took}"
         )
         if budget is None:
             return f"{text}; budget=0.05 would limit that to 5 %"
         text += f" with budget={budget:g}"
-        missing = [name for name in names if name not in known]
-        if not missing or not self.active or (not is_regular(self.every) and not self.every):
+        missing = self._never_measured()
+        if not missing:
             return f"{text}; a larger budget measures more, budget=None all that is due"
         costs = [self.turns.expected[name] for name in missing if name in self.turns.expected]
         expected = f" (up to {show_seconds(max(costs))} each)" if costs else ""
@@ -238,6 +332,13 @@ class ConditionTracker:
             f"{text}; kappa(J) of {len(missing)} heads was not measured{expected}: give a larger budget, fewer tokens, "
             "or budget=None for all that is due"
         )
+
+    def _never_measured(self) -> list[tuple[str, int]]:
+        """Heads whose Jacobian the budget did not allow, though it was asked for."""
+        if self.allowance.budget is None or not self.active or (not is_regular(self.every) and not self.every):
+            return []
+        known = {(point.layer, point.head) for point in self.points if point.status not in (None, "failed")}
+        return [name for name in self.turns.names if name not in known]
 
     def __repr__(self) -> str:
         """One line."""
@@ -304,14 +405,13 @@ class ConditionTracker:
         if is_regular(self.every) or is_regular(self.weights_every):
             self.allowance.reserve = self.allowance.point
         share, points = (seconds - on_jacobians) / len(self._probes), []
-        for site, index in self._probes:
-            name, head = (site.name, index), found[site.name, index]
-            failed = isinstance(head, str)
-            numbers = failed_numbers(jacobian) | {"problem": head} if failed else numbers_of(head)  # type: ignore[arg-type]
-            if refused and not failed:
-                numbers = without_jacobian(numbers)
-            took = share + turns.seconds.get(name, 0.0)
-            points.append(TrackPoint(step=self.num_steps, layer=site.name, head=index, seconds=took, **numbers))
+        for (layer, index), head in found.items():
+            if isinstance(head, str):
+                fields = _failed_numbers(jacobian) | {"problem": head}
+            else:
+                fields = head.numbers() | (dict.fromkeys(JACOBIAN_NUMBERS) if refused else {})
+            took = share + turns.seconds.get((layer, index), 0.0)
+            points.append(TrackPoint(step=self.num_steps, layer=layer, head=index, seconds=took, **fields))
         self.points += points
         return points
 
@@ -321,27 +421,31 @@ class ConditionTracker:
         Raises: WellcondError if there is none, and never was.
         """
         sites = list({id(site): site for site, _ in self._probes}.values())
-        heads = sorted({head for _, head in self._probes})
         names = [(site.name, head) for site, head in self._probes]
         try:
             # A probe inside a mixed-precision step is not rounded.
             with torch.autocast(sites[0].q.parameter.device.type, enabled=False):
                 report = measure(
-                    self.model, batch, sites=sites, heads=heads, jacobian=jacobian, admit=admit, on_slow=self._say_slow,
+                    self.model,
+                    batch,
+                    sites=sites,
+                    heads=sorted({head for _, head in names}),
+                    jacobian=jacobian,
+                    admit=admit,
+                    on_slow=self._say_slow,
                     **self.options,
-                )  # fmt: skip
+                )
         except NUMERICAL as error:
             if not self._proven:
                 raise
             return dict.fromkeys(names, str(error).splitlines()[0])
-        found = _by_head(report)
         layers = {layer.name: layer for layer in report.layers}
-        problems = {(name, head): layers[name].why_not_measured(head) for name, head in names}
-        missing = [name for name, _ in names if layers[name].problem]
-        if missing and not self._proven:
-            raise WellcondError(f"{missing[0]}: {layers[missing[0]].problem}")
+        for name in layers:
+            if layers[name].problem and not self._proven:
+                raise WellcondError(f"{name}: {layers[name].problem}")
         self._proven = True
-        return {key: found.get(key, problems[key]) for key in names}
+        known = {(layer.name, head.index): head for layer in report.layers for head in layer.heads}
+        return {(name, head): known.get((name, head), layers[name].why_not_measured(head)) for name, head in names}
 
     def _say_slow(self, seconds: float) -> None:
         """Announce a long measurement once."""
@@ -377,22 +481,23 @@ class ConditionTracker:
             ValueError: a quantity that does not exist or was not measured.
         """
         kappa = "condition_number" if self.options["kappa"] == "strict" else "pseudo_condition_number"
-        field = kappa if quantity == "kappa" else quantity
+        name = kappa if quantity == "kappa" else quantity
         numbers = [f.name for f in dataclasses.fields(TrackPoint) if f.type not in ("str", "str | None", "bool")]
-        if field not in numbers:
+        if name not in numbers:
             raise ValueError(f"unknown quantity {quantity!r}: expected kappa or one of {', '.join(numbers)}")
-        curves = curves_of([point.to_dict() for point in self.points], field)
-        if not curves:
+        if all(getattr(point, name) is None for point in self.points):
             raise ValueError(f"{quantity} was not measured at any step")
-        return plot_curves(curves, quantity=field, title=self.run["model"], ax=ax)
+        return plot_points(self.points, name, title=self.run["model"], ax=ax)
 
     def to_json(self) -> str:
         """All points, one JSON object per line, each with model, input and version; infinities and NaN as text."""
         return "\n".join(point.to_line(self.run) for point in self.points)
 
 
-def _by_head(report: MeasurementReport) -> dict[tuple[str, int], HeadReport]:
-    return {(layer.name, head.index): head for layer in report.layers for head in layer.heads}
+def _failed_numbers(jacobian: bool) -> dict[str, Any]:
+    """Fields of a point where the measurement failed; an integer has no NaN and stays None."""
+    names = [*ATTENTION_NUMBERS, *(JACOBIAN_NUMBERS if jacobian else ())]
+    return dict.fromkeys(set(names) - {"rank", "nullity"}, math.nan) | {"status": "failed"}
 
 
 def _is_first_rank() -> bool:

@@ -40,17 +40,21 @@ def render_measurement(data: dict[str, Any]) -> str:
         ) from error
     _colour([head for head in heads if not head["dead"]])
     drawn = [head for head in heads if head["spectrum"]]
-    return environment().get_template("measurement.html").render(
-        data=data, run=data.get("run") or {}, heads=heads,
-        table=_table("Heads. * The papers' surrogate is not a bound; see the notes.",
-                     [head["cells"] for head in heads], (0, 4, 5, 6, 16)),
-        weights=_table("Extreme singular values of the weights; of grouped queries, the worst",
-                       [_weights(head) for head in heads]),
+    layers = dict.fromkeys(head["layer"] for head in drawn)
+    title = "Heads. * The papers' surrogate is not a bound; see the notes."
+    of_weights = "Extreme singular values of the weights; of grouped queries, the worst"
+    template = environment().get_template("measurement.html")
+    return template.render(
+        data=data,
+        run=data.get("run") or {},
+        heads=heads,
+        table=_table(title, [head["cells"] for head in heads], words=(0, 4, 5, 6, 16)),
+        weights=_table(of_weights, [_weights(head) for head in heads]),
         statuses=Counter(head["status"] for head in heads if head["status"] != "exact").most_common(),
-        several=any(len(head["row"].get("samples") or ()) > 1 for head in heads), size=(WIDTH, HEIGHT),
-        spectra=[_spectra(layer, [head for head in drawn if head["layer"] == layer])
-                 for layer in dict.fromkeys(head["layer"] for head in drawn)],
-    )  # fmt: skip
+        several=any(len(head["row"].get("samples") or ()) > 1 for head in heads),
+        size=(WIDTH, HEIGHT),
+        spectra=[_spectra(layer, [head for head in drawn if head["layer"] == layer]) for layer in layers],
+    )
 
 
 def _table(title: str, rows: list[dict[str, str]], words: tuple[int, ...] = (0,)) -> Fields:
@@ -63,37 +67,50 @@ def _table(title: str, rows: list[dict[str, str]], words: tuple[int, ...] = (0,)
 def _head(layer: Fields, row: Fields) -> Fields:
     """What the page shows of one head, by column."""
     jacobian, diagnosis, queries = row["jacobian"], row.get("diagnosis") or {}, list(row.get("query_heads") or ())
+    attention = diagnosis.get("attention") or {}
     status, why = str(jacobian.get("status", "unknown")), str(row.get("why_not_finite") or "")
     kappa, bound = number(row.get("mean_kappa")), number(row.get("papers_bound_log10"))
     pseudo = number(row.get("mean_pseudo_kappa", jacobian.get("pseudo_condition_number")))
     unknown = f"not diagnosed, since this is not plain softmax attention ({row.get('how', 'unknown form')})"
-    attention, nullity = diagnosis.get("attention") or {}, jacobian.get("nullity", "")
     layer_name = str(layer.get("name") or "(model)")
     name = f"{layer_name}, head {row['index']}"
     name += f" (query heads {queries[0]} to {queries[-1]})" if len(queries) > 1 else ""
+    nullity = str(jacobian.get("nullity", ""))
+    nullity += f" ({jacobian['null_space']})" if jacobian.get("null_space") else ""
     cells = {
-        "head": name, "κ(J)": ("" if status == "exact" else "~") + show(kappa, 4), "pseudo κ(J)": show(pseudo, 4),
-        "certified": " to ".join(map(show, _interval(jacobian))), "status": f"{status}; {why}" if why else status,
+        "head": name,
+        "κ(J)": ("" if status == "exact" else "~") + show(kappa, 4),
+        "pseudo κ(J)": show(pseudo, 4),
+        "certified": " to ".join(map(show, _interval(jacobian))),
+        "status": f"{status}; {why}" if why else status,
         "verdict": str(row.get("verdict", "unknown")),
         "which term dominates": str(diagnosis.get("explanation", "")) if diagnosis else unknown,
         **{f"|J_{role.upper()}|": show(diagnosis.get(f"norm_{role}")) for role in "qkv"},
-        "κ(P)": show(diagnosis.get("kappa_p")), "κ(X)": show(diagnosis.get("kappa_x")),
-        "entropy": show(attention.get("entropy"), 4), "diagonal": show(attention.get("diagonal_mass"), 4),
+        "κ(P)": show(diagnosis.get("kappa_p")),
+        "κ(X)": show(diagnosis.get("kappa_x")),
+        "entropy": show(attention.get("entropy"), 4),
+        "diagonal": show(attention.get("diagonal_mass"), 4),
         "rank": str(jacobian.get("rank", "")),
-        "nullity": f"{nullity} ({jacobian['null_space']})" if jacobian.get("null_space") else str(nullity),
-        "method": str(jacobian.get("method", "")), "surrogate*": "" if math.isnan(bound) else f"10^{bound:.1f}",
-    }  # fmt: skip
-    dead, spectrum = bool(row.get("dead")), jacobian.get("singular_values") or ()
+        "nullity": nullity,
+        "method": str(jacobian.get("method", "")),
+        "surrogate*": "" if math.isnan(bound) else f"10^{bound:.1f}",
+    }
+    dead = bool(row.get("dead"))
     return {
-        "row": row, "cells": cells, "layer": layer_name, "status": status, "dead": dead,
-        "kappa": pseudo if math.isinf(kappa) else kappa, "style": DEAD if dead else "",
-        "spectrum": sorted(map(number, spectrum), reverse=True),
+        "row": row,
+        "cells": cells,
+        "layer": layer_name,
+        "status": status,
+        "dead": dead,
+        "kappa": pseudo if math.isinf(kappa) else kappa,
+        "style": DEAD if dead else "",
+        "spectrum": sorted(map(number, jacobian.get("singular_values") or ()), reverse=True),
         "exceeds": None if math.isnan(bound) else bool(pseudo > 10 ** min(bound, 300.0)),
-    }  # fmt: skip
+    }
 
 
 def _interval(jacobian: Fields) -> list[float]:
-    """Certified, of the condition number over the non-zero singular values."""
+    """Certified interval of the condition number over the non-zero singular values."""
     tops, ends = (map(number, jacobian.get(f"{key}_bounds") or (None, None)) for key in ("sigma_max", "sigma_rank"))
     return [
         math.inf if end <= 0 < top else max(top / end, 1.0) if end > 0 else math.nan
@@ -102,7 +119,7 @@ def _interval(jacobian: Fields) -> list[float]:
 
 
 def _colour(heads: list[Fields]) -> None:
-    """Colours on log10 of the condition number. A dead head is not among them: its number says nothing good."""
+    """Colours on log10 of the condition number. A dead head is not among them: its number is not meaningful."""
     known = [head for head in heads if 0 < head["kappa"] < math.inf]
     logs = [math.log10(head["kappa"]) for head in known]
     for head, logarithm in zip(known, logs, strict=True):
@@ -137,7 +154,7 @@ def _spectra(layer: str, heads: list[Fields]) -> Fields:
     for head, fall in zip(heads, falls, strict=True):
         sigma, every, right = head["spectrum"], math.ceil(len(fall) / MOST_POINTS), WIDTH / max(longest - 1, 1)
         points = [f"{right * i:.1f},{HEIGHT * fall[i] / decades:.1f}" for i in range(0, len(fall), every)]
-        told = f"{head['cells']['head']}: {len(sigma)} singular values from {show(sigma[0])} to {show(sigma[-1])}"
+        title = f"{head['cells']['head']}: {len(sigma)} singular values from {show(sigma[0])} to {show(sigma[-1])}"
         look = f"curve c{int(head['row']['index']) % 8}" + (" dashed" if head["dead"] else "")
-        curves.append({"told": told, "points": " ".join(points), "look": look})
+        curves.append({"title": title, "points": " ".join(points), "look": look})
     return {"name": layer, "longest": longest, "decades": decades, "curves": curves}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import reshard_, unwrap
-from wellcond.integrations.watch import Summaries, summarise
+from wellcond.integrations.common import Summaries, summarise
 from wellcond.jacobian.select import show_seconds
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError

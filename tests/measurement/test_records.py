@@ -1,7 +1,6 @@
-"""Frames, plots, one-line representations, and what a report says it is of."""
+"""Tables, frames and one-line representations of reports."""
 
 import dataclasses
-import json
 import math
 import subprocess
 import sys
@@ -10,21 +9,11 @@ import pandas
 import pytest
 import timm
 import torch
-from matplotlib import pyplot
 from torch import nn
 
 import wellcond as wc
-from wellcond.measurement.facts import describe_input, describe_model
-from wellcond.measurement.plot import HeadMark, plot_heads
 
-pyplot.switch_backend("Agg")
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def _figures_are_closed():
-    yield
-    pyplot.close("all")
 
 
 @pytest.fixture(scope="module")
@@ -43,32 +32,6 @@ def report(model):
 def infinite(model):
     """The stacked matrix of five tokens in 24 dimensions has no full rank."""
     return wc.measure(model, X[:1], convention="stack")
-
-
-# -- what it is of
-
-
-def test_a_report_says_which_model_which_input_and_which_version(model, report):
-    said = json.loads(report.to_json())["run"]
-    size = sum(parameter.numel() for parameter in model.parameters())
-    assert said["model"] == f"VisionTransformer (vit_tiny_patch16_224), {size:,} parameters"
-    assert said["input"].startswith("float32 (2, 3, 16, 16), sha256 ") and said["version"] == wc.__version__
-
-
-def test_another_input_has_another_digest():
-    assert describe_input(X) == describe_input(X.clone()) != describe_input(X + 1)
-    assert describe_input({"a": X, "b": (X[0], None)}).startswith(
-        "a float32 (2, 3, 16, 16), b float32 (3, 16, 16), sha"
-    )
-    for odd in (X.bfloat16(), X > 0, X.to(torch.cfloat), X[0, 0, 0, 0], X[:0], X.mT):
-        assert ", sha256 " in describe_input(odd)
-    assert describe_input(torch.ones(2, device="meta")) == "float32 (2,)"
-    assert describe_input(None) == "not given" and describe_input("text") == "str"
-
-
-def test_wrappers_do_not_hide_a_model():
-    plain = nn.Linear(2, 2)
-    assert describe_model(torch.compile(plain, backend="eager")) == describe_model(plain) == "Linear, 6 parameters"
 
 
 # -- infinite condition numbers
@@ -161,43 +124,7 @@ def test_trackers_and_diagnoses_have_frames_too(model):
     assert list(frame["findings"]) == ["", "not-finite"]
 
 
-# -- plots
-
-
-def drawn(ax):
-    """Legend entries, and points by legend entry."""
-    points = {found.get_label(): found.get_offsets().tolist() for found in ax.collections}
-    legend = ax.get_legend() or ax.figure.legends[0]
-    return [text.get_text() for text in legend.get_texts()], points
-
-
-def test_a_plot_of_a_report_shows_every_head(report):
-    ax = report.plot()
-    _, points = drawn(ax)
-    kappas = [head.mean_kappa() for layer in report.layers for head in layer.heads]
-    assert [y for _, y in points["head"]] == kappas and ax.get_yscale() == "log"
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["0", "1"]
-    assert any(text.get_text() == report.run["model"] for text in ax.texts)
-
-
-def test_a_plot_of_infinite_heads_is_not_empty(infinite):
-    legend, points = drawn(infinite.plot())
-    [label] = [text for text in legend if "infinite" in text]
-    pseudo = [head.mean_kappa("pseudo") for layer in infinite.layers for head in layer.heads]
-    assert [y for _, y in points[label]] == pseudo and "head" not in points
-
-
-def test_dead_heads_and_unknown_ones_are_marked_and_in_no_mean():
-    marks = [HeadMark("a", 100.0, 100.0), HeadMark("a", 1.0, 1.0, dead=True), HeadMark("b", math.inf, math.inf)]
-    ax = plot_heads(marks)
-    legend, points = drawn(ax)
-    assert len(points) == 3 and any("dead" in text for text in legend) and any("either" in text for text in legend)
-    assert list(ax.lines[0].get_ydata())[0] == pytest.approx(100.0)
-
-
-def test_a_plot_goes_into_given_axes(report):
-    _, (left, right) = pyplot.subplots(1, 2)
-    assert report.plot(ax=right) is right and right.collections and not left.collections
+# -- missing extras
 
 
 MISSING = """

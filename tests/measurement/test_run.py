@@ -1,14 +1,17 @@
-"""A measurement that was interrupted resumes from its file, and reports can be read back."""
+"""What a measurement says it is of, and resuming one that was interrupted."""
 
 import dataclasses
 import json
 
 import pytest
+import timm
 import torch
+from torch import nn
 
 import wellcond as wc
 from measurement.test_measure import X, vit
 from wellcond.measurement.records import MeasurementReport, ReportError
+from wellcond.measurement.run import describe_input, describe_model
 
 SETTINGS = {"samples": 2, "heads": [0, 1]}
 
@@ -40,10 +43,9 @@ def test_an_interrupted_measurement_resumes_to_the_same_report(tmp_path, monkeyp
 
     measured, own = [], wc.measurement.measure._measure_head
 
-    def note(layer, part, log):
-        if log is None:
-            measured.append((layer.captured.site.name, part.kv_head))
-        return own(layer, part, log)
+    def note(group, part):
+        measured.append((group.captured.site.name, part.kv_head))
+        return own(group, part)
 
     monkeypatch.setattr(wc.measurement.measure, "_measure_head", note)
     assert repr_of(wc.measure(model, X, resume=file, **SETTINGS)) == repr_of(expected)
@@ -108,3 +110,31 @@ def test_the_command_resumes(tmp_path, run):
     assert len(file.read_text().splitlines()) == 1 + 3 and first.read_bytes() == second.read_bytes()
     code, _ = run("measure", model[0], *arguments, "--resume", file, "--seed", "1")
     assert "another model, input or settings" in code
+
+
+# -- what it is of
+
+
+def test_a_report_says_which_model_which_input_and_which_version():
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes)
+    said = json.loads(wc.measure(model, X, heads=[0]).to_json())["run"]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    assert said["model"] == f"VisionTransformer (vit_tiny_patch16_224), {size:,} parameters"
+    assert said["input"].startswith("float32 (3, 3, 16, 16), sha256 ") and said["version"] == wc.__version__
+
+
+def test_another_input_has_another_digest():
+    assert describe_input(X) == describe_input(X.clone()) != describe_input(X + 1)
+    assert describe_input({"a": X, "b": (X[0], None)}).startswith(
+        "a float32 (3, 3, 16, 16), b float32 (3, 16, 16), sha"
+    )
+    for odd in (X.bfloat16(), X > 0, X.to(torch.cfloat), X[0, 0, 0, 0], X[:0], X.mT):
+        assert ", sha256 " in describe_input(odd)
+    assert describe_input(torch.ones(2, device="meta")) == "float32 (2,)"
+    assert describe_input(None) == "not given" and describe_input("text") == "str"
+
+
+def test_wrappers_do_not_hide_a_model():
+    plain = nn.Linear(2, 2)
+    assert describe_model(torch.compile(plain, backend="eager")) == describe_model(plain) == "Linear, 6 parameters"
