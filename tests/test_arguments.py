@@ -231,11 +231,11 @@ def test_what_only_a_fused_projection_declares():
     orders = [{"order": order} for order in ("qkq", "qk", 3)]
     for wrong in (*orders, {"shards": 0}, {"shards": 1.0}, {"value_head_dim": 4.0}):
         with pytest.raises((TypeError, ValueError), match="expected"):
-            wc.fused_site(place(), nn.Linear(8, 24), num_heads=2, family="mine", **wrong)
+            wc.fused_site(place(), nn.Linear(8, 24), num_heads=2, **wrong)
     with pytest.raises(TypeError, match="expected a projection such as nn.Linear, got float 2.0"):
-        wc.fused_site(place(), 2.0, num_heads=2, family="mine")
+        wc.fused_site(place(), 2.0, num_heads=2)
     with pytest.raises(TypeError, match="^place: expected"):
-        wc.fused_site("blocks.0", nn.Linear(8, 24), num_heads=2, family="mine")
+        wc.fused_site("blocks.0", nn.Linear(8, 24), num_heads=2)
 
 
 MEASURED = {

@@ -7,7 +7,8 @@ from torch import nn
 
 import wellcond as wc
 from wellcond.attention.layout import head_rows
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 
 
 class Mixed(nn.Module):
@@ -78,7 +79,7 @@ def declare(cls, example=None, **declared):
     @wc.register_adapter(cls, example=example)
     def adapter(place):
         m = place.module
-        options = {"num_heads": m.heads, "num_kv_heads": m.kv_heads, "output": m.out, "family": "mine"} | declared
+        options = {"num_heads": m.heads, "num_kv_heads": m.kv_heads, "output": m.out} | declared
         return wc.fused_site(place, m.mix, **options)
 
 
@@ -141,7 +142,7 @@ def test_a_right_declaration_is_proven_with_its_facts(case):
     declare(Mixed, **declared)
     sites = wc.find_attention(model)
     d = model[0].head_dim
-    assert [(site.evidence, site.family) for site in sites] == [("forward", "mine")] * 2
+    assert [site.evidence for site in sites] == ["forward"] * 2
     assert sites[0].scale == pytest.approx(d**-0.5) and sites[0].rotary == (case == "rotary")
 
 
@@ -172,9 +173,9 @@ def test_swapped_projections_are_named():
     @wc.register_adapter(Separate)
     def adapter(place):
         m = place.module
-        return wc.separate_site(place, m.b, m.a, m.c, num_heads=m.heads, family="mine")
+        return wc.separate_site(place, m.b, m.a, m.c, num_heads=m.heads)
 
-    with pytest.raises(wc.UnsupportedLayoutError, match=r"separate_site\(q=a, k=b, v=c, num_heads=3\)"):
+    with pytest.raises(wc.UnsupportedLayoutError, match=r"separate_site\(place, m.a, m.b, m.c, num_heads=3\)"):
         wc.find_attention(Separate())
 
 
@@ -186,7 +187,7 @@ def test_a_transposed_weight_is_refused(part):
         q = Slot(m.a, "weight", rows, transposed=part == "query")
         o = Slot(m.out, "weight", rows, transposed=part == "output", heads_on_input=True)
         k, v = Slot(m.b, "weight", rows), Slot(m.c, "weight", rows)
-        return AttentionSite(place.name, m, "mine", "separate", q, k, v, o)
+        return AttentionSite(place.name, m, q, k, v, o)
 
     with pytest.raises(wc.UnsupportedLayoutError, match="confirms transposed=False for"):
         wc.find_attention(Separate())

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from wellcond.arguments import check_model, describe
 from wellcond.attention.find import Scan, find_attention, refuse_adapters, scan_attention
 from wellcond.attention.sharding import is_distributed, local_part
-from wellcond.attention.site import AttentionSite, Slot
-from wellcond.attention.sites import closest_paths, path_matches
+from wellcond.attention.site import AttentionSite, closest_paths, path_matches
+from wellcond.attention.slot import Slot
 from wellcond.errors import ConditioningError, SiteNotFoundError, WeightError, check_choice
 
 Chosen = Sequence[AttentionSite | str] | AttentionSite | str

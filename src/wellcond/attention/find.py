@@ -6,7 +6,7 @@ the adapter of its base only if it keeps the base's `forward`: another forward m
 Register the adapter for the subclass to opt in.
 
 Adapters of wellcond itself are compared with the models' forward passes by contract tests. What another adapter
-declares is proven when a module of a class and configuration is first described (`wellcond.attention.declared`).
+declares is proven when a module of a class and configuration is first described (`wellcond.attention.structure`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from wellcond.arguments import check_flag, check_model
-from wellcond.attention.declared import Example, prove_declared
 from wellcond.attention.head_norm import HEAD_NORM, ROWS_ATTRIBUTE
-from wellcond.attention.site import AttentionSite, Place
-from wellcond.attention.sites import Sites
-from wellcond.attention.structure import describe_by_structure
+from wellcond.attention.site import AttentionSite, Place, Sites
+from wellcond.attention.structure import describe_by_structure, judge_declared
+from wellcond.attention.trial import Example
 from wellcond.errors import AttentionNotFoundError, LayoutWarning, UnsupportedLayoutError, WeightError
 
 Adapter = Callable[[Place], AttentionSite | None]
@@ -61,7 +60,7 @@ def register_adapter(*targets: type | str, example: Example | None = None) -> Ca
         >>> @register_adapter(MyAttention)
         ... def my_attention(place):
         ...     m = place.module
-        ...     return fused_site(place, m.mix, num_heads=m.heads, arrangement="groups", family="mine")
+        ...     return fused_site(place, m.mix, num_heads=m.heads, arrangement="groups")
         >>> from wellcond import find_attention
         >>> find_attention(MyAttention())[0].k.rows[1].tolist()
         [16, 17, 18, 19]
@@ -158,7 +157,7 @@ def _described(place: Place, registered: str) -> AttentionSite | None:
     if not isinstance(site, AttentionSite):
         name = getattr(adapter, "__name__", repr(adapter))
         raise TypeError(f"adapter {name} of {registered}: expected an AttentionSite or None, got {site!r}")
-    proof = prove_declared(place, site, EXAMPLES.get(registered))
+    proof = judge_declared(place, site, EXAMPLES.get(registered))
     if proof.holds is False:
         advice = f"Correct what the adapter of {place.class_name} declares; see docs/layouts.md."
         raise UnsupportedLayoutError(place.name, proof.reason, class_name=place.class_name, advice=advice)

@@ -251,7 +251,7 @@ def separate_site(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     output: nn.Module | None = None,
-    family: str,
+    family: str = "",
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with three projections of their own; heads follow each other in the rows."""
@@ -264,8 +264,6 @@ def separate_site(
     return AttentionSite(
         name=place.name,
         module=place.module,
-        family=family,
-        arrangement="separate",
         q=projection_slot(q, head_rows(num_heads, head_dim)),
         k=projection_slot(k, head_rows(kv_heads, head_dim)),
         v=projection_slot(v, head_rows(kv_heads, value_dim)),
@@ -286,7 +284,7 @@ def fused_site(
     order: str = "qkv",
     shards: int = 1,
     output: nn.Module | None = None,
-    family: str,
+    family: str = "",
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with one projection that holds Q, K and V."""
@@ -300,12 +298,9 @@ def fused_site(
     layout = QKVLayout(num_heads, head_dim, kv_heads, value_dim, arrangement, order, shards)
     if len(order) != 3:
         raise ValueError(f"order: expected q, k and v in a fused projection, got {order!r}")
-    sharded = "" if shards == 1 else f", {shards} shards of {order}"
     return AttentionSite(
         name=place.name,
         module=place.module,
-        family=family,
-        arrangement=f"fused {arrangement}{sharded}{', transposed' if is_conv1d(qkv) else ''}",
         q=projection_slot(qkv, layout.rows("q")),
         k=projection_slot(qkv, layout.rows("k")),
         v=projection_slot(qkv, layout.rows("v")),
@@ -324,7 +319,7 @@ def query_and_kv_site(
     head_dim: int | None = None,
     arrangement: Arrangement = "blocks",
     output: nn.Module | None = None,
-    family: str,
+    family: str = "",
     **facts: Any,
 ) -> AttentionSite:
     """Site of an attention with a query projection and one that holds K and V."""
@@ -337,8 +332,6 @@ def query_and_kv_site(
     return AttentionSite(
         name=place.name,
         module=place.module,
-        family=family,
-        arrangement=f"q + fused kv {arrangement}",
         q=projection_slot(q, head_rows(num_heads, head_dim)),
         k=projection_slot(kv, layout.rows("k")),
         v=projection_slot(kv, layout.rows("v")),

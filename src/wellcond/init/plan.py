@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from wellcond.attention.rollback import Rollback
 from wellcond.attention.sharding import box_of, broadcast_from_rank_zero, is_distributed, local_part
-from wellcond.attention.site import AttentionSite, Share, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import LocalHeads, Slot
 from wellcond.errors import WeightError
 
 
@@ -67,7 +68,7 @@ class ShareWrite:
 
     what: str
     slot: Slot
-    share: Share
+    share: LocalHeads
 
     @property
     def values(self) -> Tensor:
@@ -81,7 +82,7 @@ class ShareWrite:
 
     def commit_(self) -> None:
         """Write into the parameter."""
-        self.slot.write_share_(self.share)
+        self.slot.write_local_(self.share)
 
 
 @dataclass(frozen=True)
@@ -164,5 +165,5 @@ def checked(writes: Iterable[Write], shared: Tensor | None = None) -> Iterator[W
 
 def _own_part(write: Write) -> Write:
     if isinstance(write, HeadWrite) and not write.to_bias:
-        return ShareWrite(write.what, write.slot, write.slot.share(write.values))
+        return ShareWrite(write.what, write.slot, write.slot.local_heads(write.values))
     return write

@@ -289,8 +289,6 @@ def gated_query(place: Place) -> AttentionSite:
     return AttentionSite(
         name=place.name,
         module=module,
-        family=place.class_name,
-        arrangement="separate, query and gate interleaved",
         q=layout.projection_slot(module.q_proj, head_rows(num_heads, head_dim, stride=2 * head_dim)),
         k=layout.projection_slot(module.k_proj, head_rows(num_kv_heads, head_dim)),
         v=layout.projection_slot(module.v_proj, head_rows(num_kv_heads, head_dim)),

@@ -130,8 +130,6 @@ def halo(place: Place) -> AttentionSite:
     return AttentionSite(
         name=place.name,
         module=place.module,
-        family="timm HaloNet",
-        arrangement="q + fused kv groups",
         q=projection_slot(module.q, head_rows(heads, key_dim)),
         k=projection_slot(module.kv, layout.rows("k")),
         v=projection_slot(module.kv, layout.rows("v")),

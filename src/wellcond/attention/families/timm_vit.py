@@ -148,8 +148,6 @@ def parallel_block(place: Place) -> AttentionSite:
     return AttentionSite(
         name=place.name,
         module=place.module,
-        family="timm ViT parallel",
-        arrangement="fused blocks after the MLP",
         q=slot("q"),
         k=slot("k"),
         v=slot("v"),
@@ -176,8 +174,6 @@ def tnt_attention(place: Place) -> AttentionSite:
     return AttentionSite(
         name=place.name,
         module=place.module,
-        family="timm TNT",
-        arrangement="fused qk blocks + v",
         q=projection_slot(module.qk, layout.rows("q")),
         k=projection_slot(module.qk, layout.rows("k")),
         v=projection_slot(module.v, head_rows(module.num_heads, value_dim)),

@@ -31,8 +31,6 @@ def torch_mha(place: Place) -> AttentionSite:
     site = AttentionSite(
         name=place.name,
         module=module,
-        family="torch.nn.MultiheadAttention",
-        arrangement="fused blocks" if module._qkv_same_embed_dim else "separate",
         q=slot("q"),
         k=slot("k"),
         v=slot("v"),
