@@ -213,7 +213,6 @@ DECLARED = {
     "qk_norm": ["l3"],
     "modifiers": ["gated", [1], None],
     "roles": [{}, 3],
-    "family": [None, 3],
     "windowed": [True],
 }
 
@@ -223,7 +222,7 @@ DECLARED = {
 def test_what_an_adapter_may_not_declare(builder, name):
     for value in DECLARED[name]:
         with pytest.raises((TypeError, ValueError), match="expected") as error:
-            BUILDERS[builder](place(), **({"num_heads": 2, "family": "mine"} | {name: value}))
+            BUILDERS[builder](place(), **({"num_heads": 2} | {name: value}))
         assert "unsupported operand" not in str(error.value)
 
 

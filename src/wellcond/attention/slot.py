@@ -16,7 +16,7 @@ from wellcond.errors import WeightError
 
 @dataclass(frozen=True, eq=False)
 class LocalHeads:
-    """New heads of a sharded weight, as far as this rank stores them: values like its shard, and which of them count."""
+    """New heads of a sharded weight as far as this rank stores them: values like its shard, and which of them count."""
 
     values: Tensor
     mask: Tensor

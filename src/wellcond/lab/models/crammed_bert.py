@@ -103,7 +103,6 @@ def crammed_self_attention(place: Place) -> AttentionSite:
         num_heads=module.num_heads,
         arrangement="groups",
         output=place.parent["dense"] if isinstance(place.parent, nn.ModuleDict) else None,
-        family="crammed_bert",
         scale=(module.query_key_value.in_features // module.num_heads) ** -0.5,
     )
 
