@@ -15,14 +15,6 @@ from wellcond.errors import WeightError
 
 
 @dataclass(frozen=True, eq=False)
-class LocalHeads:
-    """New heads of a sharded weight as far as this rank stores them: values like its shard, and which of them count."""
-
-    values: Tensor
-    mask: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Slot:
     """Where one projection of one attention layer is stored.
 
@@ -186,34 +178,22 @@ class Slot:
 
     @torch.no_grad()
     def write_(self, heads: Tensor) -> None:
-        """Write heads ``(heads, out, in)`` into the stored parameter, cast to its dtype."""
-        self._check_shape(heads)
-        if is_distributed(self.parameter):
-            self.write_local_(self.local_heads(heads))
-        else:
-            self.put_heads_(self.parameter, heads)
+        """Write heads ``(heads, out, in)`` into the stored parameter, cast to its dtype.
 
-    def _check_shape(self, heads: Tensor) -> None:
+        Of a sharded weight every rank writes its own shard; no rank waits for another.
+        """
         check_tensor("heads", heads)
         if tuple(heads.shape) != self.heads_shape:
             raise ValueError(f"expected heads of shape {self.heads_shape}, got {tuple(heads.shape)}")
-
-    def local_heads(self, heads: Tensor) -> LocalHeads:
-        """The part of heads ``(heads, out, in)`` of a sharded weight that this rank stores."""
-        self._check_shape(heads)
-        box = box_of(self.parameter)
+        if not is_distributed(self.parameter):
+            self.put_heads_(self.parameter, heads)
+            return
         values = heads.new_zeros(self.parameter.shape)
         mask = torch.zeros_like(values, dtype=torch.bool)
         self.put_heads_(values, heads)
         self.put_heads_(mask, torch.ones_like(heads, dtype=torch.bool))
-        # Copies: what is kept until it is written must not keep the full tensor.
-        return LocalHeads(box.of(values).clone(), box.of(mask).clone())
-
-    @torch.no_grad()
-    def write_local_(self, local: LocalHeads) -> None:
-        """Write what `local_heads` returned."""
-        stored = local_part(self.parameter)
-        stored.copy_(torch.where(local.mask.to(stored.device), local.values.to(stored), stored))
+        stored, box = local_part(self.parameter), box_of(self.parameter)
+        stored.copy_(torch.where(box.of(mask).to(stored.device), box.of(values).to(stored), stored))
 
     # The bias
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from wellcond.attention.rollback import Rollback
 from wellcond.attention.sharding import box_of, broadcast_from_rank_zero, is_distributed, local_part
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.slot import LocalHeads, Slot
+from wellcond.attention.slot import Slot
 from wellcond.errors import WeightError
 
 
@@ -60,29 +60,6 @@ class HeadWrite:
             self.slot.write_bias_(self.values)
         else:
             self.slot.write_(self.values)
-
-
-@dataclass(frozen=True)
-class ShareWrite:
-    """A `HeadWrite` of which only the part that this process stores is kept."""
-
-    what: str
-    slot: Slot
-    share: LocalHeads
-
-    @property
-    def values(self) -> Tensor:
-        """This process's part."""
-        return self.share.values
-
-    @property
-    def parameter(self) -> Tensor:
-        """The weight."""
-        return self.slot.parameter
-
-    def commit_(self) -> None:
-        """Write into the parameter."""
-        self.slot.write_local_(self.share)
 
 
 @dataclass(frozen=True)
@@ -141,7 +118,7 @@ def head_write(site: AttentionSite, role: str, values: Tensor) -> HeadWrite:
 def checked(writes: Iterable[Write], shared: Tensor | None = None) -> Iterator[Write]:
     """Pass planned writes through; raise WeightError for values that are not finite.
 
-    In a sharded model every rank takes the values of rank 0, and keeps only its own part.
+    In a sharded model every rank takes the values of rank 0.
 
     Args:
         writes: what is planned.
@@ -160,10 +137,4 @@ def checked(writes: Iterable[Write], shared: Tensor | None = None) -> Iterator[W
         stored = write.values.to(write.parameter.dtype)
         if not bool(torch.isfinite(stored.sum())) and not bool(torch.isfinite(stored).all()):
             raise WeightError(f"{write.what}: the planned weights are not finite; nothing was changed")
-        yield _own_part(write) if is_distributed(write.parameter) else write
-
-
-def _own_part(write: Write) -> Write:
-    if isinstance(write, HeadWrite) and not write.to_bias:
-        return ShareWrite(write.what, write.slot, write.slot.local_heads(write.values))
-    return write
+        yield write
