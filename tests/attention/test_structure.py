@@ -1,5 +1,6 @@
 """Families that nobody named: confirmed by their own forward pass, or refused."""
 
+import textwrap
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
+from attention.modern import NormInside, PerHead, Stack
 from contracts.harness import randomise_
 from models import (
     Block,
@@ -18,6 +20,7 @@ from models import (
     XTransformersAttention,
     stack,
 )
+from wellcond.attention import find
 
 
 def test_nanogpt_is_found_with_its_facts():
@@ -181,3 +184,49 @@ def test_quantised_modules_are_refused_by_name():
     for verb in (wc.init_, wc.condition_):
         with pytest.raises(wc.WeightError, match=r"stored as torch.int8 \(quantised\?\)"):
             verb(stored_as_integers)
+
+
+class TableNeeded:
+    """A forward pass with arguments that wellcond cannot invent."""
+
+    def forward(self, x, table, position):
+        return super().forward(x + table["shift"][position])
+
+
+class FusedBehindNorm(TableNeeded, NormInside):
+    pass
+
+
+class HeadByHead(TableNeeded, PerHead):
+    pass
+
+
+class Bank(TableNeeded, Stack):
+    pass
+
+
+PASTED = {
+    "a fused projection": (FusedBehindNorm, 24),
+    "one matrix per head": (HeadByHead, 32),
+    "a stack of matrices": (Bank, 32),
+    "a fused projection of a model": (FusedWithMask, 12),
+}
+
+
+@pytest.mark.parametrize("case", PASTED)
+def test_the_adapter_of_a_refusal_works_when_it_is_pasted(case, monkeypatch):
+    cls, width = PASTED[case]
+    monkeypatch.setattr(find, "ADAPTERS", dict(find.ADAPTERS))
+    with pytest.raises(wc.UnsupportedLayoutError, match="needs the arguments x, table, position") as refusal:
+        wc.find_attention(cls())
+    _, _, text = str(refusal.value).partition("docs/extend/adapter.md):\n")
+    exec(textwrap.dedent(text), {})
+    with pytest.warns(wc.LayoutWarning, match="example="):
+        [site] = wc.find_attention(cls())
+    assert site.evidence == "declared" and site.o is not None
+
+    def example(module):
+        return torch.randn(1, 5, width), {"shift": torch.randn(3, width)}, 1
+
+    wc.register_adapter(cls, example=example)(find.find_adapter(cls()))
+    assert wc.find_attention(cls())[0].evidence == "forward"

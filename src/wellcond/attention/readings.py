@@ -329,11 +329,9 @@ def _parameter_reading(place: Place, q: Slot, k: Slot, v: Slot, o: Slot | None) 
 
 def _slot_text(path: str, slot: Slot) -> str:
     """The slot as a user would write it: heads that follow each other in a parameter."""
-    options = {
-        name: getattr(slot, name)
-        for name in ("transposed", "heads_on_input", "bias_name", "index", "by_head", "view")
-        if getattr(slot, name) not in (None, False)
-    }
+    fields = ("transposed", "heads_on_input", "bias_name", "index", "by_head", "view")
+    stated = {name: getattr(slot, name) for name in fields}
+    options = {name: value for name, value in stated.items() if value is not None and value is not False}
     rows = f"torch.arange({slot.rows.numel()}).view({slot.num_heads}, {slot.head_dim})"
     arguments = [_expression(path), f'"{slot.weight_name}"', rows, *(f"{key}={one!r}" for key, one in options.items())]
     return f"wellcond.Slot({', '.join(arguments)})"
