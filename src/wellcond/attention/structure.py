@@ -236,8 +236,8 @@ def _alternatives(place: Place, site: AttentionSite) -> Iterator[Reading]:
     """Other readings of the projections that were declared."""
     for letter, slot in site.slots.items():
         if slot.in_features == slot.out_features and not slot.by_head:
-            other = replace(slot, transposed=not slot.transposed)
-            yield Reading([replace(site, **{letter: other})], f"transposed={other.transposed} for {letter}")
+            turned: dict[str, Any] = {letter: replace(slot, transposed=not slot.transposed)}
+            yield Reading([replace(site, **turned)], f"transposed={not slot.transposed} for {letter}")
     paths = {id(part): name for name, part in site.module.named_modules()}
     owners = list(dict.fromkeys(paths[id(slot.owner)] for slot in (site.q, site.k, site.v)))
     if not all(layout.is_projection(site.module.get_submodule(path)) for path in owners):
