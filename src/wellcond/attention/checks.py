@@ -15,7 +15,7 @@ from wellcond.arguments import check_model, describe
 from wellcond.attention.find import Scan, refuse_adapters, scan_attention
 from wellcond.attention.sharding import is_distributed, local_part, reshard_
 from wellcond.attention.site import AttentionSite, closest_paths, path_matches
-from wellcond.attention.slot import Slot
+from wellcond.attention.slot import Slot, stored_parameter
 from wellcond.errors import ConditioningError, SiteNotFoundError, WeightError, check_choice
 from wellcond.private import is_wrapper_subclass
 
@@ -144,7 +144,7 @@ def check_readable(sites: Iterable[AttentionSite]) -> None:
         for role, slot in site.slots.items():
             where = f"{site.name or 'the model itself'} ({role}, {type(slot.owner).__name__})"
             refuse_adapters(slot.owner, where)
-            packed = _packed_as(slot.owner._parameters.get(slot.weight_name))
+            packed = _packed_as(stored_parameter(slot.owner, slot.weight_name))
             if packed is not None:
                 raise WeightError(
                     f"{where} stores its weight as {packed} (quantised, parametrised or pruned?): expected floating "

@@ -17,7 +17,7 @@ from torch import nn
 
 from wellcond.attention import layout, names
 from wellcond.attention.site import AttentionSite, Place
-from wellcond.attention.slot import Slot
+from wellcond.attention.slot import Slot, stored_parameter
 from wellcond.errors import UnsupportedLayoutError
 
 ARRANGEMENTS = [{"arrangement": arrangement} for arrangement in ("blocks", "groups")]
@@ -243,7 +243,7 @@ def _streams(site: AttentionSite) -> list[AttentionSite]:
 
 
 def _parameter_readings(place: Place) -> Iterator[Reading | UnsupportedLayoutError]:
-    own = {name: value for name, value in place.module._parameters.items() if value is not None and value.dim() >= 2}
+    own = {name: value for name, value in place.module.named_parameters(recurse=False) if value.dim() >= 2}
     trio = next((wanted for wanted in names.SEPARATE if all(name in own for name in wanted)), None)
     stack = next((name for name in own if name in names.STACKS), None)
     if trio is not None:
@@ -253,7 +253,9 @@ def _parameter_readings(place: Place) -> Iterator[Reading | UnsupportedLayoutErr
             yield _fitting(_three_parameters, place, trio, output, transposed, out_transposed)
     elif stack is not None:
         for view in _views(tuple(own[stack].shape)):
-            for transposed, out_transposed in itertools.product((False, True), (False, True)[: view[0] - 2]):
+            for transposed, out_transposed in itertools.product(
+                (False, True), (False, True) if view[0] == 4 else (False,)
+            ):
                 yield _fitting(_stack, place, stack, view, transposed, out_transposed)
 
 
@@ -350,7 +352,7 @@ def _module_output(place: Place, q: Slot) -> Slot | None:
 def _bias_of(module: nn.Module, weight: str) -> str | None:
     """The bias parameter beside a weight: b_Q of W_Q, q_bias of q_weight."""
     for name in (weight.replace("W_", "b_"), weight.replace("weight", "bias"), f"{weight}_bias"):
-        value = module._parameters.get(name)
+        value = stored_parameter(module, name)
         if name != weight and value is not None and value.dim() in (1, 2):
             return name
     return None

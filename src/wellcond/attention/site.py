@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsIndex, get_args, overload
 from torch import nn
 
 from wellcond.arguments import check_flag, check_number, describe
-from wellcond.attention.slot import Slot
+from wellcond.attention.slot import Slot, stored_parameter
 from wellcond.errors import SiteNotFoundError, UnsupportedLayoutError, check_choice
 
 Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]
@@ -85,7 +85,7 @@ class AttentionSite:
         """One line: where it is, its sizes, and what makes it other than plain softmax self-attention."""
         grouped = f" ({self.num_kv_heads} of keys and values)" if self.num_kv_heads != self.num_heads else ""
         facts = [repr(self.name), f"{self.num_heads} heads{grouped} x {self.head_dim}"]
-        facts += [f"width {self.in_features}"] if self.q.owner._parameters.get(self.q.weight_name) is not None else []
+        facts += [f"width {self.in_features}"] if stored_parameter(self.q.owner, self.q.weight_name) is not None else []
         facts.append(" ".join(self.slots))
         facts += [self.kind] if self.kind != "softmax" else []
         facts += [name.replace("_", " ") for name in FLAGS if getattr(self, name)]

@@ -14,6 +14,12 @@ from wellcond.attention.sharding import box_of, is_distributed, local_part, whol
 from wellcond.errors import WeightError
 
 
+def stored_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """The parameter that a module itself stores under a name, without any correction; None where there is none."""
+    own = module.named_parameters(recurse=False, remove_duplicate=False)
+    return next((parameter for key, parameter in own if key == name), None)
+
+
 @dataclass(frozen=True, eq=False)
 class Slot:
     """Where one projection of one attention layer is stored.
@@ -39,20 +45,20 @@ class Slot:
 
     def __repr__(self) -> str:
         """One line, without the index table."""
-        stored = self.owner._parameters.get(self.weight_name)
+        stored = stored_parameter(self.owner, self.weight_name)
         shape = "not a parameter" if stored is None else tuple(stored.shape)
         return f"Slot({type(self.owner).__name__}.{self.weight_name} {shape}, {self.num_heads} heads x {self.head_dim})"
 
     @property
     def parameter(self) -> nn.Parameter:
         """The stored parameter itself, without any correction."""
-        stored = self.owner._parameters.get(self.weight_name)
+        stored = stored_parameter(self.owner, self.weight_name)
         if stored is None:
             raise WeightError(
                 f"{type(self.owner).__name__}.{self.weight_name} holds no parameter "
                 "(quantised, parametrised or pruned by another library?); use the plain model"
             )
-        return stored  # type: ignore[return-value]
+        return stored
 
     @property
     def num_heads(self) -> int:

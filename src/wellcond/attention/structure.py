@@ -57,7 +57,7 @@ def _signature(module: nn.Module) -> object:
     """What decides which reading of a module is right: classes, shapes and plain settings of all its parts."""
     parts = []
     for name, part in module.named_modules():
-        shapes = tuple((key, tuple(value.shape)) for key, value in part._parameters.items() if value is not None)
+        shapes = tuple((key, tuple(value.shape)) for key, value in part.named_parameters(recurse=False))
         plain = (bool, int, float, str, type(None))
         settings = tuple((key, repr(value)) for key, value in vars(part).items() if isinstance(value, plain))
         parts.append((name, type(part), getattr(type(part), "forward", None), shapes, settings))
