@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from wellcond.attention.effective import conditioning_of
     from wellcond.attention.find import find_attention, register_adapter
     from wellcond.attention.layout import fused_site, query_and_kv_site, separate_site
-    from wellcond.attention.site import AttentionSite, Slot
+    from wellcond.attention.site import AttentionSite
+    from wellcond.attention.slot import Slot
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
     from wellcond.conditioning.methods import register_condition
     from wellcond.doctor.diagnose import diagnose
@@ -101,7 +102,8 @@ _LAZY = {
     "attention.layout": ("fused_site", "query_and_kv_site", "separate_site"),
     "attention.effective": ("conditioning_of",),
     "attention.find": ("find_attention", "register_adapter"),
-    "attention.site": ("AttentionSite", "Slot"),
+    "attention.site": ("AttentionSite",),
+    "attention.slot": ("Slot",),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
     "doctor.diagnose": ("diagnose",),
     "doctor.records": ("Diagnosis", "Finding", "LayerFacts", "TokenFacts"),

@@ -28,7 +28,7 @@ def test_a_module_written_like_it_has_the_rows_that_its_output_proves():
     Renamed.__module__, Renamed.__qualname__ = "torchtitan.models.common.attention", "GQAttention"
     [site] = wc.find_attention(Renamed())
     assert (site.evidence, site.scale, site.rotary, site.qk_norm) == ("adapter", 8**-0.5, True, None)
-    assert (site.num_heads, site.num_kv_heads, site.arrangement) == (4, 2, "fused groups")
+    assert (site.num_heads, site.num_kv_heads) == (4, 2)
     assert_proven(site)
 
 

@@ -41,7 +41,7 @@ def judged(module, describe):
     """The proof of one reading of a module."""
     first = next(iter(trial.trials(Place("", module, module), [32])))
     with trial.healthy([describe(first.module)]) as streams:
-        return prove(streams, first.run, local=(trial.FEATURE, trial.TOKEN, len(first.tokens)))
+        return prove(streams, first.run, local=first.local)
 
 
 def reading(heads, kv_heads, roles="qkvo"):
@@ -119,7 +119,7 @@ def test_flex_attention_with_a_score_mod_and_a_block_mask():
 
 def test_projections_in_a_part_of_their_own_behind_a_block_mask():
     [site] = wc.find_attention(HeldElsewhere())
-    assert site.arrangement == "fused groups" and (site.num_heads, site.num_kv_heads) == (4, 2)
+    assert (site.num_heads, site.num_kv_heads) == (4, 2) and site.k.rows[:, 0].tolist() == [16, 48]
     assert site.evidence == "forward" and site.causal is None  # the caller's mask decides
 
 

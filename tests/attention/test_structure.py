@@ -1,5 +1,6 @@
 """Families that nobody named: confirmed by their own forward pass, or refused."""
 
+import textwrap
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
+from attention.modern import NormInside, PerHead, Stack
 from contracts.harness import randomise_
 from models import (
     Block,
@@ -18,24 +20,24 @@ from models import (
     XTransformersAttention,
     stack,
 )
+from wellcond.attention import find
 
 
 def test_nanogpt_is_found_with_its_facts():
     sites = wc.find_attention(stack(NanoGPTAttention, num_heads=3))
     assert [site.name for site in sites] == ["0.attn", "1.attn"]
     site = sites[0]
-    assert (site.arrangement, site.num_heads, site.head_dim) == ("fused blocks", 3, 4)
+    assert (site.num_heads, site.head_dim) == (3, 4) and site.k.rows[:, 0].tolist() == [12, 16, 20]
     assert site.scale == pytest.approx(0.5, rel=1e-6) and site.causal is True and not site.rotary
 
 
 def test_nanogpt_without_flash_has_a_causal_buffer():
     site = wc.find_attention(NanoGPTAttention(flash=False))[0]
-    assert site.causal is True and site.arrangement == "fused blocks"
+    assert site.causal is True and site.k.rows[0, 0] == 12
 
 
 def test_the_same_weights_read_per_head_are_told_apart():
     site = wc.find_attention(InterleavedAttention())[0]
-    assert site.arrangement == "fused groups"
     assert site.scale == pytest.approx(0.7, rel=1e-6) and site.causal is False
     assert site.k.rows[1].tolist() == [16, 17, 18, 19]
 
@@ -71,7 +73,7 @@ def test_a_forward_that_cannot_be_tried_is_refused():
 
 def test_x_transformers_style_with_grouped_queries():
     site = wc.find_attention(XTransformersAttention(heads=4, kv_heads=2))[0]
-    assert (site.num_heads, site.num_kv_heads, site.head_dim, site.arrangement) == (4, 2, 5, "separate")
+    assert (site.num_heads, site.num_kv_heads, site.head_dim) == (4, 2, 5)
     assert site.o is not None and site.o.read().shape == (4, 12, 5)
 
 
@@ -118,6 +120,7 @@ def test_a_registered_adapter_decides_and_is_inherited_only_with_the_forward():
             return x
 
     assert wc.find_attention(Mine())[0].q.rows[0].tolist() == [24, 25, 26, 27]
+    assert wc.find_attention(Mine())[0].evidence == "forward"
     assert wc.find_attention(Heir())[0].q.rows[0].tolist() == [24, 25, 26, 27]
     with pytest.raises(wc.UnsupportedLayoutError):
         wc.find_attention(Rebel())
@@ -182,3 +185,49 @@ def test_quantised_modules_are_refused_by_name():
     for verb in (wc.init_, wc.condition_):
         with pytest.raises(wc.WeightError, match=r"stored as torch.int8 \(quantised\?\)"):
             verb(stored_as_integers)
+
+
+class TableNeeded:
+    """A forward pass with arguments that wellcond cannot invent."""
+
+    def forward(self, x, table, position):
+        return super().forward(x + table["shift"][position])
+
+
+class FusedBehindNorm(TableNeeded, NormInside):
+    pass
+
+
+class HeadByHead(TableNeeded, PerHead):
+    pass
+
+
+class Bank(TableNeeded, Stack):
+    pass
+
+
+PASTED = {
+    "a fused projection": (FusedBehindNorm, 24),
+    "one matrix per head": (HeadByHead, 32),
+    "a stack of matrices": (Bank, 32),
+    "a fused projection of a model": (FusedWithMask, 12),
+}
+
+
+@pytest.mark.parametrize("case", PASTED)
+def test_the_adapter_of_a_refusal_works_when_it_is_pasted(case, monkeypatch):
+    cls, width = PASTED[case]
+    monkeypatch.setattr(find, "ADAPTERS", dict(find.ADAPTERS))
+    with pytest.raises(wc.UnsupportedLayoutError, match="needs the arguments x, table, position") as refusal:
+        wc.find_attention(cls())
+    _, _, text = str(refusal.value).partition("docs/extend/adapter.md):\n")
+    exec(textwrap.dedent(text), {})
+    with pytest.warns(wc.LayoutWarning, match="example="):
+        [site] = wc.find_attention(cls())
+    assert site.evidence == "declared" and site.o is not None
+
+    def example(module):
+        return torch.randn(1, 5, width), {"shift": torch.randn(3, width)}, 1
+
+    wc.register_adapter(cls, example=example)(find.find_adapter(cls()))
+    assert wc.find_attention(cls())[0].evidence == "forward"

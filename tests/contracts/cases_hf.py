@@ -30,7 +30,6 @@ class Case:
     sites: dict[str, dict[str, Any]]
     heads: tuple[int, int, int] = (3, 3, 8)
     """Query heads, key/value heads, head width."""
-    arrangement: str = "separate"
     in_float32: bool = False
     """Its forward rounds queries, keys or logits to float32, whatever the dtype of the model."""
 
@@ -177,7 +176,7 @@ CASES = [
         make("ModernBert", **BERT, **SPECIAL, cls_token_id=1, sep_token_id=2),
         tokens,
         {"layers.0": facts(rotary=True), "layers.1": facts(rotary=True)},
-        arrangement="fused blocks", in_float32=True),
+        in_float32=True),
     Case(
         "nystromformer",
         make("Nystromformer", **BERT, num_landmarks=4, segment_means_seq_len=12),
@@ -197,28 +196,28 @@ CASES = [
         make("GPT2", **GPT2),
         tokens,
         {"h.0": facts(causal=True), "h.1": facts(causal=True)},
-        arrangement="fused blocks, transposed",
+
     ),
     Case(
         "gpt2-scaled-by-layer",
         make("GPT2", **GPT2, scale_attn_by_inverse_layer_idx=True),
         tokens,
         {"h.0": facts(causal=True), "h.1": facts(causal=True, scale=8**-0.5 / 2)},
-        arrangement="fused blocks, transposed",
+
     ),
     Case(
         "gpt2-unscaled",
         make("GPT2", **GPT2, scale_attn_weights=False),
         tokens,
         {"h.0": facts(causal=True, scale=1.0)},
-        arrangement="fused blocks, transposed",
+
     ),
     Case(
         "gpt2-cross",
         make("GPT2", **GPT2, add_cross_attention=True),
         tokens_and_memory,
         {"h.0.crossattention": facts(cross=True)},
-        arrangement="q + fused kv blocks",
+
     ),
     Case(
         "gpt-neo",
@@ -233,7 +232,7 @@ CASES = [
         make("GPTNeoX", **BERT),
         tokens,
         {"layers.0": ROTARY},
-        arrangement="fused groups",
+
     ),
     Case(
         "opt",
@@ -248,14 +247,14 @@ CASES = [
         make("Bloom", vocab_size=VOCABULARY, hidden_size=24, n_layer=2, n_head=3),
         tokens,
         {"h.0": facts(causal=True, relative_position_bias=True)},
-        arrangement="fused groups", in_float32=True),
+        in_float32=True),
     Case(
         "falcon-new",
         falcon(new_decoder_architecture=True, num_kv_heads=2),
         tokens,
         {"h.0": ROTARY},
         heads=GROUPED,
-        arrangement="fused groups",
+
     ),
     Case(
         "falcon-multi-query",
@@ -263,7 +262,7 @@ CASES = [
         tokens,
         {"h.0": ROTARY},
         heads=(6, 1, 8),
-        arrangement="fused blocks",
+
     ),
     Case(
         "falcon-old-alibi",
@@ -271,7 +270,7 @@ CASES = [
         tokens,
         {"h.0": facts(causal=True, relative_position_bias=True)},
         heads=(6, 6, 8),
-        arrangement="fused groups",
+
     ),
     Case("llama", make("Llama", **LLAMA), tokens, {"layers.0": ROTARY}, heads=GROUPED),
     Case("mistral", make("Mistral", **LLAMA), tokens, {"layers.0": ROTARY}, heads=GROUPED),
@@ -289,7 +288,7 @@ CASES = [
         tokens,
         {"layers.0": facts(causal=True, rotary=True, qk_norm="rms", modifiers=("gated output",))},
         heads=GROUPED,
-        arrangement="separate, query and gate interleaved",
+
     ),
     Case(
         "phi3",
@@ -297,7 +296,7 @@ CASES = [
         tokens,
         {"layers.0": ROTARY},
         heads=GROUPED,
-        arrangement="fused blocks",
+
     ),
     Case("t5", make("T5", **t5_config()), both_tokens, T5_SITES),
     Case("whisper", make("Whisper", **WHISPER), speech, ENCODER_DECODER_SITES),
@@ -310,28 +309,28 @@ CASES = [
         tokens,
         {"h.0": ROTARY},
         heads=(8, 8, 8),
-        arrangement="fused blocks, 4 shards of qvk", in_float32=True),
+        in_float32=True),
     Case(
         "gpt-bigcode",
         make("GPTBigCode", **GPT2),
         tokens,
         {"h.0": facts(causal=True)},
         heads=(3, 1, 8),
-        arrangement="fused blocks",
+
     ),
     Case(
         "gpt-bigcode-multi-head",
         make("GPTBigCode", **GPT2, multi_query=False),
         tokens,
         {"h.0": facts(causal=True)},
-        arrangement="fused groups",
+
     ),
     Case(
         "mpt",
         make("Mpt", vocab_size=VOCABULARY, d_model=24, n_heads=3, n_layers=2, max_seq_len=16),
         tokens,
         {"blocks.0": facts(causal=True, relative_position_bias=True)},
-        arrangement="fused blocks", in_float32=True),
+        in_float32=True),
     Case(
         "gptj",
         make("GPTJ", **GPT2, rotary_dim=4),
@@ -342,7 +341,7 @@ CASES = [
         make("Persimmon", **BERT, qk_layernorm=False),
         tokens,
         {"layers.0": ROTARY},
-        arrangement="fused groups",
+
     ),
     Case(
         "gemma2",
@@ -380,14 +379,14 @@ CASES = [
         make("OpenAIGPT", **GPT2),
         tokens,
         {"h.0": facts(causal=True)},
-        arrangement="fused blocks, transposed",
+
     ),
     Case(
         "imagegpt",
         make("ImageGPT", **GPT2),
         tokens,
         {"h.0": facts(causal=True)},
-        arrangement="fused blocks, transposed",
+
     ),
     Case("beit", make("Beit", **VIT, use_relative_position_bias=True), image,
          {"layer": facts(relative_position_bias=True)}),

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import wellcond as wc
+from attention.modern import PerHead, Stack
 from distributed.processes import run_on_two
 from wellcond.attention.effective import corrections_of
 
@@ -74,3 +75,31 @@ def test_a_projection_that_two_processes_hold(case, two):
     one = effective_weights("", *case[1:])
     for ours, theirs in zip(two[case], one, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+STACKS = {"stack": Stack, "one matrix per head": PerHead}
+
+
+def written_stack(name, axis):
+    """What new heads make of a stack that is sharded along an axis, or of one that is not."""
+    torch.manual_seed(0)
+    module = STACKS[name]()
+    sites = wc.find_attention(module)
+    if axis is not None:
+        mesh = init_device_mesh("cpu", (2,))
+        for stored in {slot.weight_name for slot in sites[0].slots.values()}:
+            full = getattr(module, stored).data
+            setattr(module, stored, nn.Parameter(distribute_tensor(full, mesh, [Shard(axis)])))
+    generator = torch.Generator().manual_seed(1)
+    for slot in sites[0].slots.values():
+        slot.write_(torch.randn(slot.heads_shape, generator=generator))
+    return [whole(parameter).detach().clone() for parameter in module.parameters()]
+
+
+def test_stacks_that_two_processes_hold(tmp_path):
+    cases = [(name, axis) for name in STACKS for axis in (0, 1, 2)]
+    found = run_on_two(tmp_path, written_stack, cases)
+    for name, axis in cases:
+        assert not isinstance(found[name, axis], str), found[name, axis]
+        for ours, theirs in zip(found[name, axis], written_stack(name, None), strict=True):
+            assert torch.equal(ours, theirs)

@@ -1,71 +1,81 @@
-"""What must hold before the projections of a model are rewritten; every verb that writes asks here first."""
+"""What must hold before the projections of a model are rewritten, and how a failure is undone: for every verb."""
 
 from __future__ import annotations
 
+import copy
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wellcond.arguments import check_model, describe
-from wellcond.attention.find import Scan, find_attention, refuse_adapters, scan_attention
-from wellcond.attention.sharding import is_distributed, local_part
-from wellcond.attention.site import AttentionSite, Slot
-from wellcond.attention.sites import closest_paths, path_matches
+from wellcond.attention.find import Scan, refuse_adapters, scan_attention
+from wellcond.attention.sharding import is_distributed, local_part, reshard_
+from wellcond.attention.site import AttentionSite, closest_paths, path_matches
+from wellcond.attention.slot import Slot, stored_parameter
 from wellcond.errors import ConditioningError, SiteNotFoundError, WeightError, check_choice
+from wellcond.private import is_wrapper_subclass
 
 Chosen = Sequence[AttentionSite | str] | AttentionSite | str
 """What `sites=` takes: sites, or patterns of their paths such as ``"blocks.*"``."""
 
 
-def choose_sites(model: nn.Module, sites: Chosen | None) -> list[AttentionSite]:
+def choose_sites(model: nn.Module, sites: Chosen | None, *, scan: Scan | None = None) -> list[AttentionSite]:
     """The sites asked for, or all of the model's.
 
     A text is a path (all attention layers in or under it) or a pattern of paths, in which ``*`` stands for anything.
 
+    Args:
+        model: the model.
+        sites: what was asked for; None for all sites.
+        scan: of the same model, if the caller has one: the model is then not searched again.
+
     Raises:
         ValueError: a site belongs to another model, or none is given.
-        SiteNotFoundError: no attention has such a path.
-        UnsupportedLayoutError: an attention with such a path is not understood.
+        SiteNotFoundError: no attention layer has such a path.
+        UnsupportedLayoutError: an attention layer with such a path is not understood.
         TypeError: something else than sites and texts.
     """
     check_model(model)
     if sites is None:
-        return find_attention(model)
-    sites = _as_sites(model, [sites] if isinstance(sites, (str, AttentionSite)) else sites)
-    names = {id(module): name for name, module in reversed(list(model.named_modules()))}
-    order = {key: place for place, key in enumerate(reversed(list(names)))}
-    for site in sites:
-        if id(site.module) not in names:
-            raise ValueError(f"site {site.name!r} is not a part of this model; call find_attention on this model")
-    if not sites:
-        raise ValueError("expected at least one attention site, got an empty list")
-    # Each once, in the order and under the name of this model, whatever part of it they were found in.
-    chosen = {}
-    for site in sites:
-        path = ".".join(part for part in (names[id(site.module)], site.stream) if part)
-        chosen[order[id(site.module)], site.stream] = replace(site, name=path)
-    return [chosen[key] for key in sorted(chosen)]
-
-
-def _as_sites(model: nn.Module, chosen: object) -> list[AttentionSite]:
-    """Sites of a list in which patterns may stand for them."""
-    if not isinstance(chosen, Iterable) or isinstance(chosen, (Tensor, nn.Module)):
-        raise TypeError(f"sites: expected sites of find_attention(model) or a pattern of paths, got {describe(chosen)}")
-    entries = list(chosen)
-    scan = scan_attention(model) if any(isinstance(entry, str) for entry in entries) else None
-    found: list[AttentionSite] = []
+        return (scan or scan_attention(model)).found()
+    entries = _as_list(sites)
+    if scan is None and any(isinstance(entry, str) for entry in entries):
+        scan = scan_attention(model)
+    wanted: list[AttentionSite] = []
     for entry in entries:
         if isinstance(entry, AttentionSite):
-            found.append(entry)
-        elif isinstance(entry, str):
-            assert scan is not None
-            found += _matching(entry, scan)
+            wanted.append(entry)
+        elif isinstance(entry, str) and scan is not None:
+            wanted += _matching(entry, scan)
         else:
             raise TypeError(f"sites: expected sites or patterns of paths in the list, found {describe(entry)}")
-    return found
+    return _named_in(model, wanted)
+
+
+def _as_list(sites: object) -> list[object]:
+    if isinstance(sites, (str, AttentionSite)):
+        return [sites]
+    if not isinstance(sites, Iterable) or isinstance(sites, (Tensor, nn.Module)):
+        raise TypeError(f"sites: expected sites of find_attention(model) or a pattern of paths, got {describe(sites)}")
+    return list(sites)
+
+
+def _named_in(model: nn.Module, sites: list[AttentionSite]) -> list[AttentionSite]:
+    """Each site once, in the order and under the name of this model, whatever part of it they were found in."""
+    if not sites:
+        raise ValueError("expected at least one attention site, got an empty list")
+    paths = {id(module): (number, name) for number, (name, module) in enumerate(model.named_modules())}
+    chosen = {}
+    for site in sites:
+        if id(site.module) not in paths:
+            raise ValueError(f"site {site.name!r} is not a part of this model; call find_attention on this model")
+        number, name = paths[id(site.module)]
+        chosen[number, site.stream] = replace(site, name=".".join(part for part in (name, site.stream) if part))
+    return [chosen[key] for key in sorted(chosen)]
 
 
 def _matching(pattern: str, scan: Scan) -> list[AttentionSite]:
@@ -110,12 +120,10 @@ def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections
                 f"{where} is on the meta device and has no values yet. Call {verb} after the model is materialised: "
                 "model.to_empty(device=...), then the model's own initialisation or load_state_dict, then this."
             )
-        if not parameter.dtype.is_floating_point or (
-            is_traceable_wrapper_subclass(parameter) and not is_distributed(parameter)
-        ):
-            how = type(parameter).__name__ if parameter.dtype.is_floating_point else parameter.dtype
+        packed = _packed_as(parameter)
+        if packed is not None:
             raise WeightError(
-                f"{where} of a {type(slot.owner).__name__} is stored as {how} (quantised?): expected floating point "
+                f"{where} of a {type(slot.owner).__name__} is stored as {packed} (quantised?): expected floating point "
                 f"weights. Call {verb} before quantisation."
             )
         if not parameter.requires_grad:
@@ -136,19 +144,24 @@ def check_readable(sites: Iterable[AttentionSite]) -> None:
         for role, slot in site.slots.items():
             where = f"{site.name or 'the model itself'} ({role}, {type(slot.owner).__name__})"
             refuse_adapters(slot.owner, where)
-            stored = slot.owner._parameters.get(slot.weight_name)
-            if stored is None:
-                how = "no parameter"
-            elif not stored.dtype.is_floating_point:
-                how = f"{stored.dtype}"
-            elif is_traceable_wrapper_subclass(stored) and not is_distributed(stored):
-                how = type(stored).__name__
-            else:
-                continue
-            raise WeightError(
-                f"{where} stores its weight as {how} (quantised, parametrised or pruned?): expected floating point "
-                "numbers. Use the model before that, or undo it (dequantize, remove_parametrizations, prune.remove)."
-            )
+            packed = _packed_as(stored_parameter(slot.owner, slot.weight_name))
+            if packed is not None:
+                raise WeightError(
+                    f"{where} stores its weight as {packed} (quantised, parametrised or pruned?): expected floating "
+                    "point numbers. Use the model before that, or undo it (dequantize, remove_parametrizations, "
+                    "prune.remove)."
+                )
+
+
+def _packed_as(stored: Tensor | None) -> str | None:
+    """How a weight is stored that is no plain floating point parameter; None for one that is."""
+    if stored is None:
+        return "no parameter"
+    if not stored.dtype.is_floating_point:
+        return str(stored.dtype)
+    if is_wrapper_subclass(stored) and not is_distributed(stored):
+        return type(stored).__name__
+    return None
 
 
 def _check_tied(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]], verb: str) -> None:
@@ -156,7 +169,7 @@ def _check_tied(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]],
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
-    shared_modules = _names_per_module(model)
+    names_per_module = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     uses: dict[int, dict[tuple[int, str], dict[str, Slot]]] = {}
     for _site, role, slot in chosen:
         place = (id(slot.owner), slot.weight_name)
@@ -164,7 +177,7 @@ def _check_tied(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]],
     for site, role, slot in chosen:
         key = id(slot.parameter)
         # A module that appears twice in the model (shared layers) is one holder.
-        num_holders = len(holders.get(key, [])) - shared_modules.get(id(slot.owner), 1) + 1
+        num_holders = len(holders.get(key, [])) - names_per_module.get(id(slot.owner), 1) + 1
         places = list(uses[key].values())
         alike = all(
             place.keys() == places[0].keys() and all(torch.equal(place[r].rows, places[0][r].rows) for r in place)
@@ -202,13 +215,6 @@ def _check_memory(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]
             reach = part if reach is None or part[1] > reach[1] else reach
 
 
-def _names_per_module(model: nn.Module) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for _name, module in model.named_modules(remove_duplicate=False):
-        counts[id(module)] = counts.get(id(module), 0) + 1
-    return counts
-
-
 def check_finite(sites: Iterable[AttentionSite], projections: Iterable[str]) -> None:
     """Refuse weights with NaN or infinity.
 
@@ -223,3 +229,54 @@ def check_finite(sites: Iterable[AttentionSite], projections: Iterable[str]) -> 
                     f"{site.name or 'the model itself'} ({role}): NaN or infinite weights in heads {heads}; "
                     "expected finite weights. Nothing was changed."
                 )
+
+
+class Rollback:
+    """Remembers every module of a model, to put it back if something fails.
+
+    Remembered are classes, attributes, and the contents of the dictionaries and sets among the attributes: parameters,
+    buffers, children, hooks. Numbers are remembered of those tensors only that are given to `keep`, which everybody
+    does before writing. A model that FSDP2 manages must hold its shards when this is made (`reshard_`).
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> rollback = Rollback(layer)
+        >>> try:
+        ...     layer.register_buffer("extra", torch.zeros(1))
+        ...     1 / 0
+        ... except ZeroDivisionError:
+        ...     rollback.restore()
+        >>> list(layer.state_dict())
+        ['weight', 'bias']
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Remember all modules."""
+        self.model = model
+        self.modules = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
+        self.numbers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Remember the numbers of a tensor; returns them, of a sharded tensor those of this rank."""
+        if id(tensor) not in self.numbers:
+            self.numbers[id(tensor)] = tensor, local_part(tensor).detach().clone()
+        return self.numbers[id(tensor)][1]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make the model what it was."""
+        reshard_(self.model)  # a forward that failed may have left whole weights in place
+        for module, cls, attributes, contents in self.modules:
+            if type(module) is not cls:
+                module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, content in contents.items():
+                attributes[name].clear()
+                attributes[name].update(content)
+        for tensor, numbers in self.numbers.values():
+            local_part(tensor).copy_(numbers)
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    return {name: copy.copy(value) for name, value in vars(module).items() if type(value) in (dict, OrderedDict, set)}

@@ -1,12 +1,12 @@
-"""Which function describes which attention class, and the walk over a model that describes every attention in it.
+"""Which function describes which attention class, and the walk over a model that describes every attention layer.
 
-An adapter is a function from a `Place` to an `AttentionSite` (or None: "not one of mine after all"). It is found by
-the dotted name of the module's class, so describing a GPT-2 imports nothing from transformers. A subclass inherits
-the adapter of its base only if it keeps the base's `forward`: another forward may read the rows in another order.
-Register the adapter for the subclass to opt in.
+An adapter is a function from a `Place` to an `AttentionSite` (or None: "not one of mine after all").
+It is found by the dotted name of the module's class, so describing a GPT-2 imports nothing from transformers. A
+subclass inherits the adapter of its base only if it keeps the base's `forward`: another forward may read the rows in
+another order. Register the adapter for the subclass to opt in.
 
 Adapters of wellcond itself are compared with the models' forward passes by contract tests. What another adapter
-declares is proven when a module of a class and configuration is first described (`wellcond.attention.declared`).
+declares is proven when a module of a class and configuration is first described (`wellcond.attention.structure`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from wellcond.arguments import check_flag, check_model
-from wellcond.attention.declared import Example, prove_declared
 from wellcond.attention.families import Adapter, known_classes, table_of
-from wellcond.attention.site import AttentionSite, Place
-from wellcond.attention.sites import Sites
-from wellcond.attention.structure import describe_by_structure
+from wellcond.attention.site import AttentionSite, Place, Sites
+from wellcond.attention.structure import describe_by_structure, judge_declared
+from wellcond.attention.trial import Example
 from wellcond.errors import AttentionNotFoundError, LayoutWarning, UnsupportedLayoutError, WeightError
 
 ADAPTERS: dict[str, Adapter] = {}
@@ -120,16 +119,29 @@ def registered_families() -> list[str]:
 
 @dataclass(frozen=True)
 class Scan:
-    """Every attention in a model, and errors about those whose layout is not known."""
+    """Every attention layer of a model, and errors about those whose layout is not known."""
 
-    sites: list[AttentionSite]
+    model: nn.Module
+    sites: Sites
     refusals: list[UnsupportedLayoutError]
+
+    def found(self, *, strict: bool = True) -> Sites:
+        """The sites, never none; `strict` raises for an attention layer whose layout is not known.
+
+        Raises: AttentionNotFoundError, UnsupportedLayoutError, WeightError as `find_attention`.
+        """
+        if self.refusals and (strict or not self.sites):
+            refuse_adapters(self.model, self.refusals[0].name)
+            raise self.refusals[0]
+        if not self.sites:
+            raise AttentionNotFoundError((type(m).__name__ for m in self.model.modules()), registered_families())
+        return self.sites
 
 
 def scan_attention(model: nn.Module) -> Scan:
-    """Describe every attention of a model; collect errors about layouts instead of raising them."""
+    """Describe every attention layer of a model; collect errors about layouts instead of raising them."""
     check_model(model)
-    sites: list[AttentionSite] = []
+    sites = Sites()
     refusals: list[UnsupportedLayoutError] = []
     for name, module in model.named_modules():
         if any(name.startswith(f"{site.name}.") or site.name == "" for site in sites):
@@ -148,7 +160,7 @@ def scan_attention(model: nn.Module) -> Scan:
         for site in found:
             if site is not None:
                 sites.append(_with_added_facts(_with_kind_of_base(place, site)))
-    return Scan(sites, refusals)
+    return Scan(model, sites, refusals)
 
 
 def _described(place: Place, registered: str) -> AttentionSite | None:
@@ -164,9 +176,9 @@ def _described(place: Place, registered: str) -> AttentionSite | None:
     if not isinstance(site, AttentionSite):
         name = getattr(adapter, "__name__", repr(adapter))
         raise TypeError(f"adapter {name} of {registered}: expected an AttentionSite or None, got {site!r}")
-    proof = prove_declared(place, site, EXAMPLES.get(registered))
+    proof = judge_declared(place, site, EXAMPLES.get(registered))
     if proof.holds is False:
-        advice = f"Correct what the adapter of {place.class_name} declares; see docs/layouts.md."
+        advice = f"Correct what the adapter of {place.class_name} declares; see docs/extend/adapter.md."
         raise UnsupportedLayoutError(place.name, proof.reason, class_name=place.class_name, advice=advice)
     if proof.holds:
         return replace(site, evidence="forward", **proof.facts)
@@ -224,13 +236,7 @@ def find_attention(model: nn.Module, *, strict: bool = True) -> Sites:
         torch.Size([2, 4, 8])
     """
     check_flag("strict", strict)
-    scan = scan_attention(model)
-    if scan.refusals and (strict or not scan.sites):
-        refuse_adapters(model, scan.refusals[0].name)
-        raise scan.refusals[0]
-    if not scan.sites:
-        raise AttentionNotFoundError((type(m).__name__ for m in model.modules()), registered_families())
-    return Sites(scan.sites)
+    return scan_attention(model).found(strict=strict)
 
 
 def refuse_adapters(module: nn.Module, where: str) -> None:

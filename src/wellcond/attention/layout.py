@@ -218,7 +218,7 @@ def _check_counts(place: Place, **counts: Any) -> None:
 
 
 def _site(
-    place: Place, arrangement: str, slots: tuple[Slot, Slot, Slot], output: nn.Module | None, facts: dict[str, Any]
+    place: Place, slots: tuple[Slot, Slot, Slot], output: nn.Module | None, facts: dict[str, Any]
 ) -> AttentionSite:
     """A site with facts by the names of the fields that no builder sets.
 
@@ -228,7 +228,7 @@ def _site(
         check_choice("fact of an attention site", name, FACTS)
     q, k, v = slots
     o = output_slot(place, output, q.num_heads, v.head_dim)
-    return AttentionSite(name=place.name, module=place.module, arrangement=arrangement, q=q, k=k, v=v, o=o, **facts)
+    return AttentionSite(name=place.name, module=place.module, q=q, k=k, v=v, o=o, **facts)
 
 
 def separate_site(
@@ -253,7 +253,7 @@ def separate_site(
     query = projection_slot(q, head_rows(num_heads, head_dim))
     key = projection_slot(k, head_rows(kv_heads, head_dim))
     value = projection_slot(v, head_rows(kv_heads, value_dim))
-    return _site(place, "separate", (query, key, value), output, facts)
+    return _site(place, (query, key, value), output, facts)
 
 
 def fused_site(
@@ -281,10 +281,8 @@ def fused_site(
     layout = QKVLayout(num_heads, head_dim, kv_heads, value_dim, arrangement, order, shards)
     if len(order) != 3:
         raise ValueError(f"order: expected q, k and v in a fused projection, got {order!r}")
-    sharded = "" if shards == 1 else f", {shards} shards of {order}"
-    arranged = f"fused {arrangement}{sharded}{', transposed' if is_conv1d(qkv) else ''}"
     query, key, value = (projection_slot(qkv, layout.rows(role)) for role in "qkv")
-    return _site(place, arranged, (query, key, value), output, facts)
+    return _site(place, (query, key, value), output, facts)
 
 
 def query_and_kv_site(
@@ -311,4 +309,4 @@ def query_and_kv_site(
     layout = QKVLayout(num_heads, head_dim, kv_heads, value_dim, arrangement, order="kv")
     query = projection_slot(q, head_rows(num_heads, head_dim))
     key, value = (projection_slot(kv, layout.rows(role)) for role in "kv")
-    return _site(place, f"q + fused kv {arrangement}", (query, key, value), output, facts)
+    return _site(place, (query, key, value), output, facts)

@@ -1,4 +1,4 @@
-"""Is a reading of an attention's weights right? The module's own output answers, whatever kernel it uses.
+"""Is a reading of an attention layer's weights right? The module's own output answers, whatever kernel it uses.
 
 Attention has symmetries that only the right reading has. For every head, an invertible matrix M may go into the
 queries and its inverse into the keys, ``W_Q -> M W_Q, W_K -> M^-T W_K``, and another one into the values and out of the
@@ -8,8 +8,7 @@ output does not depend on the head's queries.
 
 A test that cannot fail proves nothing, so every statement has a control that must be noticed: pairs of heads that are
 mixed, halves of a head that are taken apart, queries that act on one token only where keys act on many. The module is
-a copy with random weights of healthy size (the caller's), because at the size of an initialisation the output hardly
-depends on queries and keys, and every reading would pass.
+a copy with random weights of healthy size (`wellcond.attention.trial`).
 
 Two streams that attend to each other (text and images in Flux and SD3) have projections of their own and one set of
 heads: the same M goes into both, and both are proven together.
@@ -21,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 
 Symmetry = Literal["matrix", "diagonal", "number", "none"]
 SYMMETRIES: tuple[Symmetry, ...] = ("matrix", "diagonal", "number")
@@ -53,11 +53,19 @@ class _Refuted(Exception):
     """A statement that must hold for a right reading does not."""
 
 
-Change = tuple[Slot, Tensor | None, Tensor | None]
-"""A slot, its new heads and its new biases; None leaves them as they are."""
+class Change(NamedTuple):
+    """New heads and biases of a slot; None leaves them as they are."""
+
+    slot: Slot
+    heads: Tensor | None = None
+    bias: Tensor | None = None
 
 
-class _Trial:
+Transform = Callable[[AttentionSite, Tensor], list[Change]]
+"""What a site becomes under a matrix per key/value head (K, d, d)."""
+
+
+class _Experiment:
     """A module that is run with changed weights, one change at a time."""
 
     def __init__(self, streams: Sequence[AttentionSite], run: Callable[[], Tensor]) -> None:
@@ -65,8 +73,7 @@ class _Trial:
         self.site = streams[0]
         self.generator = torch.Generator().manual_seed(2)
         slots = [slot for site in streams for slot in site.slots.values()]
-        stored = [slot.parameter for slot in slots]
-        stored += [bias for slot in slots if (bias := slot.stored_bias()) is not None]
+        stored = [tensor for slot in slots for tensor in (slot.parameter, slot.stored_bias()) if tensor is not None]
         self.originals = {id(tensor): (tensor, tensor.detach().clone()) for tensor in stored}
         self.reference = run()
         self.same = SAME.get(self.reference.dtype, 3e-2)
@@ -97,7 +104,19 @@ class _Trial:
         """Standard normal numbers."""
         return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.reference)
 
-    def turned(self, slot: Slot, heads: Tensor, rows: int | None = None) -> Change:
+    def matrices(self, symmetry: Symmetry, heads: int, width: int) -> Tensor:
+        """Random invertible matrices (heads, width, width) with singular values between 1/2 and 2."""
+        if symmetry == "number":
+            sizes = torch.linspace(-1, 1, heads + 1)[1:, None].expand(heads, width)
+        else:
+            sizes = self.random(heads, width).tanh()
+        matrices = torch.diag_embed(2.0 ** sizes.to(self.reference))
+        if symmetry == "matrix":
+            left, right = (torch.linalg.qr(self.random(heads, width, width))[0] for _ in range(2))
+            matrices = left @ matrices @ right
+        return matrices
+
+    def rotated(self, slot: Slot, heads: Tensor, rows: int | None = None) -> Change:
         """Some heads of a slot (a mask), or the first rows of each, under another random rotation.
 
         A rotation keeps the length of what a projection makes, so that a norm over all heads does not notice it.
@@ -107,6 +126,10 @@ class _Trial:
         random = torch.linalg.qr(self.random(slot.num_heads, width, width))[0]
         rotations[heads, :width, :width] = random[heads] if width > 1 else -torch.ones_like(random[heads])
         return _times(slot, rotations)
+
+    def in_all_streams(self, transform: Transform, matrices: Tensor) -> list[Change]:
+        """The changes that a transformation makes in every stream."""
+        return [change for stream in self.streams for change in transform(stream, matrices)]
 
 
 def prove(
@@ -125,68 +148,60 @@ def prove(
     Returns: a proof; where it does not hold, `reason` says what the output contradicts.
     """
     try:
-        trial = _Trial(streams, run)
-        if not bool(torch.isfinite(trial.reference).all()) or float(trial.reference.norm()) == 0:
+        experiment = _Experiment(streams, run)
+        reference = experiment.reference
+        if not bool(torch.isfinite(reference).all()) or float(reference.norm()) == 0:
             return Proof(False, "its output on random tokens is zero or not finite")
-        if trial.difference(run()) > trial.same:
+        if experiment.difference(run()) > experiment.same:
             return Proof(False, "it gives another output for the same input")
-        return _prove(trial, local)
+        return _prove(experiment, local)
     except _Refuted as refuted:
         return Proof(False, str(refuted))
 
 
-def _prove(trial: _Trial, local: tuple[int, int, int] | None) -> Proof:
+def _prove(experiment: _Experiment, local: tuple[int, int, int] | None) -> Proof:
     facts: dict[str, Any] = {}
-    for name, slot in ((name, slot) for site in trial.streams for name, slot in site.slots.items()):
+    for name, slot in ((name, slot) for site in experiment.streams for name, slot in site.slots.items()):
         heads = slot.read_raw()
-        if trial.keeps((slot, trial.random(*heads.shape) * heads.std(), None)):
+        if experiment.keeps(Change(slot, experiment.random(*heads.shape) * heads.std())):
             raise _Refuted(f"its output does not depend on what this reading takes for W_{name.upper()}")
-    value_output = _symmetry(trial, _value_output)
-    query_key = _symmetry(trial, _query_key)
-    normalised = _keeps_scaled(trial, "query") and _keeps_scaled(trial, "key")
-    if value_output == "none" and not _keys_are_compared(trial):
+    value_output = _symmetry(experiment, _value_output, experiment.site.v)
+    query_key = _symmetry(experiment, _query_key, experiment.site.k)
+    normalised = _keeps_scaled(experiment, "query") and _keeps_scaled(experiment, "key")
+    if value_output == "none" and not _keys_are_compared(experiment):
         raise _Refuted("what this reading takes for values and outputs do not belong together, head by head")
-    separate = _heads_are_separate(trial)
+    separate = _heads_are_separate(experiment)
     if not separate:
-        _check_mixing(trial, query_key, value_output)
+        _check_mixing(experiment, query_key, value_output)
         facts["talking_heads"] = True
     if local is not None:
-        causal = _check_roles(trial, *local)
+        causal = _check_roles(experiment, *local)
         facts |= {} if causal is None else {"causal": causal}
     if normalised:
         facts["qk_norm"] = "other"
     if query_key == "number" and not normalised:
         facts["rotary"] = True
-    if trial.site.o is not None and value_output != "matrix":
+    if experiment.site.o is not None and value_output != "matrix":
         facts["modifiers"] = ("output norm" if value_output == "none" else "gated output",)
     return Proof(True, _words(query_key, value_output, separate), query_key, value_output, facts)
+
+
+def _words(query_key: Symmetry, value_output: Symmetry, separate: bool) -> str:
+    what = {"matrix": "any matrix", "diagonal": "any diagonal matrix", "number": "any number", "none": "nothing"}
+    heads = "heads are separate" if separate else "heads talk to each other"
+    return f"{what[query_key]} moves from queries to keys, {what[value_output]} from values to outputs; {heads}"
 
 
 # Symmetries
 
 
-def _symmetry(trial: _Trial, change: Callable[[AttentionSite, Tensor], list[Change]]) -> Symmetry:
+def _symmetry(experiment: _Experiment, transform: Transform, slot: Slot) -> Symmetry:
     """The largest of three groups per head under which the output stays as it is."""
-    site = trial.site
-    slot = site.k if change is _query_key else site.v
     for symmetry in SYMMETRIES:
-        matrices = _matrices(trial, symmetry, slot.num_heads, slot.head_dim)
-        if trial.keeps(*(each for stream in trial.streams for each in change(stream, matrices))):
+        matrices = experiment.matrices(symmetry, slot.num_heads, slot.head_dim)
+        if experiment.keeps(*experiment.in_all_streams(transform, matrices)):
             return symmetry
     return "none"
-
-
-def _matrices(trial: _Trial, symmetry: Symmetry, heads: int, width: int) -> Tensor:
-    """Random invertible matrices (heads, width, width) with singular values between 1/2 and 2."""
-    if symmetry == "number":
-        sizes = torch.linspace(-1, 1, heads + 1)[1:, None].expand(heads, width)
-    else:
-        sizes = trial.random(heads, width).tanh()
-    matrices = torch.diag_embed(2.0 ** sizes.to(trial.reference))
-    if symmetry == "matrix":
-        left, right = (torch.linalg.qr(trial.random(heads, width, width))[0] for _ in range(2))
-        matrices = left @ matrices @ right
-    return matrices
 
 
 def _query_key(site: AttentionSite, matrices: Tensor) -> list[Change]:
@@ -199,54 +214,56 @@ def _value_output(site: AttentionSite, matrices: Tensor) -> list[Change]:
     if site.o is None:
         return changes
     per_query = torch.linalg.inv(matrices).repeat_interleave(site.o.num_heads // site.v.num_heads, dim=0)
-    return [*changes, (site.o, site.o.read_raw() @ per_query.to(site.o.parameter), None)]
+    return [*changes, Change(site.o, site.o.read_raw() @ per_query.to(site.o.parameter))]
 
 
 def _times(slot: Slot, matrices: Tensor) -> Change:
-    heads = slot.read_raw()
-    matrices = matrices.to(heads)
-    bias = slot.read_bias()
-    return slot, matrices @ heads, None if bias is None else torch.einsum("hij,hj->hi", matrices.to(bias), bias)
+    heads, bias = slot.read_raw(), slot.read_bias()
+    if bias is not None:
+        bias = torch.einsum("hij,hj->hi", matrices.to(bias), bias)
+    return Change(slot, matrices.to(heads) @ heads, bias)
 
 
-def _keeps_scaled(trial: _Trial, role: str) -> bool:
+def _keeps_scaled(experiment: _Experiment, role: str) -> bool:
     """Whether a projection's size does not matter: it is normalised afterwards, in each head or over all of them."""
-    slots = [site.by_role(role) for site in trial.streams]
-    doubled = [2 * torch.eye(slot.head_dim).expand(slot.num_heads, -1, -1) for slot in slots]
-    return trial.keeps(*(_times(slot, matrices) for slot, matrices in zip(slots, doubled, strict=True)))
+    changes = []
+    for site in experiment.streams:
+        slot = site.by_role(role)
+        changes.append(_times(slot, 2 * torch.eye(slot.head_dim).expand(slot.num_heads, -1, -1)))
+    return experiment.keeps(*changes)
 
 
-def _keys_are_compared(trial: _Trial) -> bool:
+def _keys_are_compared(experiment: _Experiment) -> bool:
     """Whether queries do nothing where all keys are zero, and values still do: a softmax over equal logits is even."""
-    nothing: list[Change] = []
-    for site in trial.streams:
+
+    def rotated(slots: list[Slot]) -> Tensor:
+        changes = [experiment.rotated(slot, torch.ones(slot.num_heads, dtype=torch.bool)) for slot in slots]
+        return experiment.output(*no_keys, *changes)
+
+    no_keys: list[Change] = []
+    for site in experiment.streams:
         bias = site.k.read_bias()
-        zero = None if bias is None else torch.zeros_like(bias)
-        nothing.append((site.k, torch.zeros_like(site.k.read_raw()), zero))
-    even = trial.output(*nothing)
-    queries, values = (
-        trial.output(*nothing, *(trial.turned(slot, torch.ones(slot.num_heads, dtype=torch.bool)) for slot in slots))
-        for slots in ([site.q for site in trial.streams], [site.v for site in trial.streams])
-    )
-    return trial.difference(queries, even) <= trial.same and trial.difference(values, even) > CHANGED
+        no_bias = None if bias is None else torch.zeros_like(bias)
+        no_keys.append(Change(site.k, torch.zeros_like(site.k.read_raw()), no_bias))
+    even = experiment.output(*no_keys)
+    queries = rotated([site.q for site in experiment.streams])
+    values = rotated([site.v for site in experiment.streams])
+    return experiment.difference(queries, even) <= experiment.same and experiment.difference(values, even) > CHANGED
 
 
-def _check_mixing(trial: _Trial, query_key: Symmetry, value_output: Symmetry) -> None:
+def _check_mixing(experiment: _Experiment, query_key: Symmetry, value_output: Symmetry) -> None:
     """Heads that talk to each other are still heads: any matrix in each, and none across two of them."""
     if query_key != "matrix" or value_output != "matrix":
         raise _Refuted("what a head puts out depends on the queries of other heads")
-    site = trial.site
-    if site.num_kv_heads == 1:
+    site = experiment.site
+    if site.num_kv_heads % 2:
         return
-    for change, slot in ((_query_key, site.k), (_value_output, site.v)):
-        if slot.num_heads % 2 == 0 and trial.keeps(*_mixed(trial, change, slot)):
+    transforms: tuple[tuple[Transform, Slot], ...] = ((_query_key, site.k), (_value_output, site.v))
+    for transform, slot in transforms:
+        across_pairs = experiment.matrices("matrix", slot.num_heads // 2, 2 * slot.head_dim)
+        changes = [each for one in experiment.streams for each in transform(_merge_pairs(one), across_pairs)]
+        if experiment.keeps(*changes):
             raise _Refuted("pairs of what this reading takes for heads are one head")
-
-
-def _mixed(trial: _Trial, change: Callable[[AttentionSite, Tensor], list[Change]], slot: Slot) -> list[Change]:
-    """A change with one matrix across each pair of heads."""
-    wide = _matrices(trial, "matrix", slot.num_heads // 2, 2 * slot.head_dim)
-    return [each for stream in trial.streams for each in change(_merge_pairs(stream), wide)]
 
 
 def _merge_pairs(site: AttentionSite) -> AttentionSite:
@@ -264,18 +281,18 @@ def _merge_pairs(site: AttentionSite) -> AttentionSite:
 # Heads are separate
 
 
-def _heads_are_separate(trial: _Trial) -> bool:
+def _heads_are_separate(experiment: _Experiment) -> bool:
     """Whether the output depends on a head's queries, keys and values through that head's part of W_O alone.
 
     Raises: _Refuted where halves of what the reading takes for a head are separate as well.
     """
-    for chosen in _subsets(trial.site.num_heads):
-        if not _is_silent(trial, chosen):
-            return False
+    site = experiment.site
+    if not all(_is_silent(experiment, chosen) for chosen in _subsets(site.num_heads)):
+        return False
     # Without a W_O the first value head alone is known to be that of the first query head, if they are several.
-    heads = torch.arange(trial.site.num_heads) < (1 if trial.site.o is None else trial.site.num_heads)
-    for part in _parts(trial.site.head_dim, trial.site.v.head_dim):
-        if _is_silent(trial, heads, part):
+    heads = torch.arange(site.num_heads) < (1 if site.o is None else site.num_heads)
+    for part in _parts(site.head_dim, site.v.head_dim):
+        if _is_silent(experiment, heads, part):
             raise _Refuted("what this reading takes for a head is several")
     return True
 
@@ -298,21 +315,23 @@ def _parts(width: int, value_width: int) -> Iterator[tuple[int, int]]:
             yield width // prime, value_width // prime
 
 
-def _is_silent(trial: _Trial, heads: Tensor, part: tuple[int, int] | None = None) -> bool:
+def _is_silent(experiment: _Experiment, heads: Tensor, part: tuple[int, int] | None = None) -> bool:
     """Whether some heads (or the first rows of them) do nothing once W_O drops what they put out."""
-    group = trial.site.num_heads // trial.site.num_kv_heads
-    whole_groups = heads.view(-1, group).all(1)
-    if trial.site.o is None and part is None and not bool((whole_groups.repeat_interleave(group) == heads).all()):
+    group = experiment.site.num_heads // experiment.site.num_kv_heads
+    groups = heads.view(-1, group).all(1)
+    if experiment.site.o is None and part is None and not torch.equal(groups.repeat_interleave(group), heads):
         return True  # values are shared by the group: there is no way to drop one head of it
+    rows, columns = (None, None) if part is None else part
     dropped: list[Change] = []
     changes: list[Change] = []
-    for site in trial.streams:
-        dropped.append(_without_heads(site, heads, whole_groups, None if part is None else part[1]))
-        changes.append(trial.turned(site.q, heads, None if part is None else part[0]))
+    for site in experiment.streams:
+        dropped.append(_without_heads(site, heads, groups, columns))
+        changes.append(experiment.rotated(site.q, heads, rows))
         if part is None:
-            changes.append(trial.turned(site.k, whole_groups))
-            changes += [trial.turned(site.v, whole_groups)] if site.o is not None else []
-    return trial.difference(trial.output(*dropped, *changes), trial.output(*dropped)) <= trial.same
+            changes.append(experiment.rotated(site.k, groups))
+            changes += [experiment.rotated(site.v, groups)] if site.o is not None else []
+    found = experiment.output(*dropped, *changes)
+    return experiment.difference(found, experiment.output(*dropped)) <= experiment.same
 
 
 def _without_heads(site: AttentionSite, heads: Tensor, groups: Tensor, columns: int | None) -> Change:
@@ -320,35 +339,33 @@ def _without_heads(site: AttentionSite, heads: Tensor, groups: Tensor, columns: 
     if site.o is not None:
         weights = site.o.read_raw().clone()
         weights[heads.to(weights.device), :, :columns] = 0
-        return site.o, weights, None
+        return Change(site.o, weights)
     values, bias = site.v.read_raw().clone(), site.v.read_bias()
     dropped = groups if columns is None else torch.ones_like(groups)
     values[dropped, :columns] = 0
     if bias is not None:
         bias = bias.clone()
         bias[dropped, :columns] = 0
-    return site.v, values, bias
+    return Change(site.v, values, bias)
 
 
 # Roles
 
 
-def _check_roles(trial: _Trial, feature: int, token: int, count: int) -> bool | None:
+def _check_roles(experiment: _Experiment, feature: int, token: int, count: int) -> bool | None:
     """That a query reaches its own token's output alone, and keys and values those of others.
 
     Returns: whether a token reaches later ones only (causal); None where that cannot be seen.
     """
-    for site in trial.streams[1:]:
-        _reach(trial, site, feature)
-    mask = _reach(trial, trial.site, feature)
-    axis = None if mask is None else next((axis for axis, size in enumerate(mask.shape) if size == count), None)
-    if mask is None or axis is None:
+    reached, *_ = [_reach(experiment, site, feature) for site in experiment.streams]
+    axis = None if reached is None else next((axis for axis, size in enumerate(reached.shape) if size == count), None)
+    if reached is None or axis is None:
         return None
-    by_token = mask.movedim(axis, 0).flatten(1).any(1)
+    by_token = reached.movedim(axis, 0).flatten(1).any(1)
     return not bool(by_token[:token].any()) and bool(by_token[token + 1 :].any())
 
 
-def _reach(trial: _Trial, site: AttentionSite, feature: int) -> Tensor | None:
+def _reach(experiment: _Experiment, site: AttentionSite, feature: int) -> Tensor | None:
     """Which outputs one token's key reaches; None where one token alone asks, such as a class token.
 
     Raises: _Refuted where a token's query reaches as many.
@@ -357,18 +374,12 @@ def _reach(trial: _Trial, site: AttentionSite, feature: int) -> Tensor | None:
     for role in ("query", "key", "value"):
         slot = site.by_role(role)
         heads = slot.read_raw().clone()
-        heads[:, :, feature] += trial.random(*heads.shape[:2]).to(heads)
-        change = (trial.output((slot, heads, None)) - trial.reference).abs()
-        reached[role] = change > trial.same * trial.reference.abs().max()
+        heads[:, :, feature] += experiment.random(*heads.shape[:2]).to(heads)
+        change = (experiment.output(Change(slot, heads)) - experiment.reference).abs()
+        reached[role] = change > experiment.same * experiment.reference.abs().max()
     sizes = {role: int(mask.sum()) for role, mask in reached.items()}
     if 0 in sizes.values() or sizes["query"] == sizes["key"] == sizes["value"]:
         return None
     if sizes["query"] >= min(sizes["key"], sizes["value"]):
         raise _Refuted("what this reading takes for queries reaches other tokens, as keys do")
     return reached["key"]
-
-
-def _words(query_key: Symmetry, value_output: Symmetry, separate: bool) -> str:
-    what = {"matrix": "any matrix", "diagonal": "any diagonal matrix", "number": "any number", "none": "nothing"}
-    heads = "heads are separate" if separate else "heads talk to each other"
-    return f"{what[query_key]} moves from queries to keys, {what[value_output]} from values to outputs; {heads}"

@@ -1,8 +1,8 @@
 """What torch wraps around a model (compile, DistributedDataParallel) and how it shards weights (DTensor).
 
-FSDP2 and tensor parallelism make DTensors. A process holds a box of the whole tensor: `offsets` and `sizes` on each
-axis. Reading the whole is a collective operation, which every process must reach; taking one's own part of something
-whole is not.
+FSDP2 and tensor parallelism make DTensors, of which every rank holds a shard: `offsets` and `sizes` on each axis.
+Gathering the full tensor is a collective operation, which every rank must reach; taking one's own shard of a tensor
+that is there in full is not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.arguments import check_model
+from wellcond.private import constant_when_compiled, local_sizes_and_offsets, refresh_ddp_buffers
 
 
 def is_distributed(tensor: Tensor | None) -> bool:
@@ -23,48 +24,43 @@ def is_distributed(tensor: Tensor | None) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor as one process would have it; every process that holds a part must call this."""
+    """The full tensor, gathered if it is sharded; every rank that holds a shard must call this."""
     return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Box:
-    """The part of a distributed tensor that this process holds."""
+    """Where the shard of this rank lies in a distributed tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of a whole tensor of the same shape; a view."""
+        """The same part of a full tensor of the same shape; a view."""
         for axis, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(axis, min(offset, tensor.shape[axis]), size)
         return tensor
 
     def inside(self, positions: Tensor, axis: int) -> Tensor:
-        """Which of these positions on an axis it contains."""
+        """Which of these positions on an axis the shard contains."""
         first = self.offsets[axis]
         return (positions >= first) & (positions < first + self.sizes[axis])
 
 
 def box_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Box:
-    """Where the part of this process lies in a distributed tensor; in a compiled graph, `shape` must be given."""
+    """Where the shard of this rank lies in a distributed tensor; in a compiled graph, `shape` must be given."""
     shape = tuple(tensor.shape) if shape is None else shape
     return Box(*_offsets_and_sizes(shape, tensor.device_mesh, tensor.placements))  # type: ignore[attr-defined]
 
 
+@constant_when_compiled
 def _offsets_and_sizes(shape: tuple[int, ...], mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    # What torch's own distributed checkpoints ask; right for any mesh, also of FSDP over tensor parallelism.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
-    return tuple(offsets), tuple(sizes)
-
-
-vars(_offsets_and_sizes)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, not imported
+    sizes, offsets = local_sizes_and_offsets(shape, mesh, placements)
+    return offsets, sizes
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """A distributed tensor placed like `tensor`, of which this process holds `part`; gradients pass."""
+    """A distributed tensor placed like `tensor`, of which this rank holds `part`; gradients pass."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -78,7 +74,7 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds; the tensor itself where it is plain. Shares its memory."""
+    """The shard of this rank, or the tensor itself where it is not sharded; a view of the same memory."""
     return tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -92,7 +88,7 @@ def broadcast_from_rank_zero(values: Tensor, tensor: Tensor) -> Tensor:
 
 
 def any_process(holds: bool, tensor: Tensor) -> bool:
-    """Whether something holds on one of the processes that have a part of `tensor`; all of them must call this."""
+    """Whether something holds on one of the ranks that have a shard of `tensor`; all of them must call this."""
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     count = torch.tensor(int(holds), device=mesh.device_type)
     for axis in range(mesh.ndim):
@@ -101,17 +97,17 @@ def any_process(holds: bool, tensor: Tensor) -> bool:
 
 
 def any_distributed(model: nn.Module) -> bool:
-    """Whether some parameter of a model is held in parts."""
+    """Whether some parameter of a model is sharded."""
     return any(is_distributed(parameter) for parameter in model.parameters())
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model is sharded over ranks, also while FSDP2 has put whole weights in place; alike on every rank."""
+    """Whether a model is sharded over ranks, also while FSDP2 has gathered its weights; the same on every rank."""
     return bool(fsdp_modules(model)) or any_distributed(model)
 
 
 def gather_model(model: nn.Module) -> dict[str, Tensor]:
-    """Whole state of a model on the CPU, whatever the processes hold; every process must call it, the first gets it."""
+    """The full state of a model on the CPU; every rank must call this, and rank 0 gets it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -120,7 +116,7 @@ def gather_model(model: nn.Module) -> dict[str, Tensor]:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Let FSDP2 put the parts back where it has left whole weights in their place, as after an evaluation."""
+    """Let FSDP2 shard again what it has left gathered, as after an evaluation."""
     for module in fsdp_modules(model):
         module.reshard()  # type: ignore[operator]
 
@@ -160,4 +156,4 @@ def update_buffers(model: nn.Module) -> None:
     """Tell DistributedDataParallel which buffers its model has now: it sends those that it knows of."""
     ddp = find_ddp(model)
     if ddp is not None:
-        ddp._assign_modules_buffers()
+        refresh_ddp_buffers(ddp)

@@ -1,19 +1,18 @@
-"""One attention of a model: where its Q, K, V, O are stored, what changes its mathematics, and where it stands."""
+"""One attention layer of a model (`AttentionSite`), the list of all of them (`Sites`), and where a module stands."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal, get_args
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, SupportsIndex, get_args, overload
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from wellcond.arguments import check_flag, check_number, check_tensor, describe
-from wellcond.attention.effective import corrections_of, effective_weight
-from wellcond.attention.sharding import box_of, is_distributed, local_part, whole
-from wellcond.errors import WeightError, check_choice
+from wellcond.arguments import check_flag, check_number, describe
+from wellcond.attention.slot import Slot, stored_parameter
+from wellcond.errors import SiteNotFoundError, UnsupportedLayoutError, check_choice
 
 Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]
 Normaliser = Literal["layer", "rms", "l2", "other"]
@@ -27,246 +26,8 @@ USUAL_ROLES: Mapping[str, str] = {"query": "q", "key": "k", "value": "v"}
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
-    """What this process stores of some heads: slices of the matrix (out, in) and their positions on its head axis."""
-
-    positions: Tensor
-    values: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """Where one projection of one attention is stored.
-
-    The stored tensor may be ``(out, in)`` (Linear), ``(in, out)`` (`transposed`, Hugging Face Conv1D),
-    ``(out, in, 1, 1)`` (1x1 convolution), a stack of matrices of which this is number `index` (modded-nanogpt), or a
-    stack of one matrix per head (`by_head`, TransformerLens); `view` is the shape under which it is a stack. `rows`
-    names, for each head, its positions on the head axis: the output axis for Q, K, V, the input axis for O
-    (`heads_on_input`). Reading always gives ``(heads, out, in)`` of each head.
-    """
-
-    owner: nn.Module
-    weight_name: str
-    rows: Tensor
-    transposed: bool = False
-    heads_on_input: bool = False
-    bias_owner: nn.Module | None = None
-    bias_name: str | None = None
-    bias_rows: Tensor | None = None
-    index: int | None = None
-    by_head: bool = False
-    view: tuple[int, ...] | None = None
-
-    def __repr__(self) -> str:
-        """One line, without the index table."""
-        stored = self.owner._parameters.get(self.weight_name)
-        shape = "not a parameter" if stored is None else tuple(stored.shape)
-        return f"Slot({type(self.owner).__name__}.{self.weight_name} {shape}, {self.num_heads} heads x {self.head_dim})"
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The stored parameter itself, without any correction."""
-        stored = self.owner._parameters.get(self.weight_name)
-        if stored is None:
-            raise WeightError(
-                f"{type(self.owner).__name__}.{self.weight_name} holds no parameter "
-                "(quantised, parametrised or pruned by another library?); use the plain model"
-            )
-        return stored  # type: ignore[return-value]
-
-    @property
-    def num_heads(self) -> int:
-        """Heads stored in this slot."""
-        return self.rows.shape[0]
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.rows.shape[1]
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether the stored parameter is a stack of matrices."""
-        return self.by_head or self.index is not None
-
-    def as_matrix(self, stored: Tensor) -> Tensor:
-        """The stored tensor as a matrix (out, in): a view, but for a stack of one matrix per head."""
-        if self.by_head:
-            heads = self.take_heads(stored)
-            return heads.transpose(0, 1).flatten(1) if self.heads_on_input else heads.flatten(0, 1)
-        viewed = stored if self.view is None else stored.view(self.view)
-        matrix = viewed if self.index is None else viewed[self.index]
-        matrix = matrix.T if self.transposed else matrix
-        return matrix if matrix.dim() == 2 else matrix.view(matrix.shape[0], -1)
-
-    def take_heads(self, stored: Tensor) -> Tensor:
-        """Per-head matrices ``(heads, out, in)`` of a tensor stored like this slot's weight."""
-        if self.by_head:
-            stack = stored if self.view is None else stored.view(self.view)
-            return stack.mT if self.transposed else stack
-        matrix = self.as_matrix(stored)
-        rows = self.rows.to(matrix.device)
-        if self.heads_on_input:
-            return matrix[:, rows].transpose(0, 1)
-        return matrix[rows]
-
-    def with_matrix(self, stored: Tensor, matrix: Tensor) -> Tensor:
-        """A tensor stored like this slot's weight, with another matrix (out, in) in its place; differentiable."""
-        if self.by_head:
-            width = self.head_dim
-            heads = (
-                matrix.unflatten(1, (-1, width)).transpose(0, 1)
-                if self.heads_on_input
-                else matrix.view(-1, width, matrix.shape[1])
-            )
-            return (heads.mT if self.transposed else heads).reshape(stored.shape)
-        part = matrix.T if self.transposed else matrix
-        if self.index is None:
-            return part.reshape(stored.shape)
-        stack = stored if self.view is None else stored.view(self.view)
-        parts = [part if number == self.index else other for number, other in enumerate(stack.unbind())]
-        return torch.stack(parts).reshape(stored.shape)
-
-    @cached_property
-    def span(self) -> slice | None:
-        """The positions of all heads, if they follow each other without gaps."""
-        flat = self.rows.flatten()
-        start = int(flat[0])
-        return slice(start, start + len(flat)) if bool((flat == start + torch.arange(len(flat))).all()) else None
-
-    def view_heads(self, stored: Tensor) -> Tensor:
-        """As `take_heads`, but without a copy where the storage allows: do not write into it or keep it."""
-        if self.by_head or self.span is None or self.heads_on_input:
-            return self.take_heads(stored)
-        return self.as_matrix(stored)[self.span].unflatten(0, tuple(self.rows.shape))
-
-    def put_heads_(self, stored: Tensor, heads: Tensor) -> None:
-        """Write per-head matrices into a tensor stored like this slot's weight, in place."""
-        heads = heads.to(stored)
-        if self.by_head or (self.span is not None and not self.heads_on_input):
-            self.view_heads(stored).copy_(heads)
-            return
-        rows = self.rows.to(stored.device)
-        if self.heads_on_input:
-            self.as_matrix(stored)[:, rows] = heads.transpose(0, 1)
-        else:
-            self.as_matrix(stored)[rows] = heads
-
-    def read(self) -> Tensor:
-        """Heads of the weight that the forward pass uses (corrections of `condition_` included).
-
-        Sharded weights are gathered: every rank must call this.
-        """
-        return self.take_heads(effective_weight(self.owner, self.weight_name))
-
-    @property
-    def is_corrected(self) -> bool:
-        """Whether the forward pass uses another weight than the stored one."""
-        return self.weight_name in corrections_of(self.owner)
-
-    def read_raw(self) -> Tensor:
-        """Heads of the stored parameter (what the optimiser updates), gathered like those of `read`."""
-        return self.take_heads(whole(self.parameter))
-
-    @torch.no_grad()
-    def write_(self, heads: Tensor) -> None:
-        """Write heads ``(heads, out, in)`` into the stored parameter, cast to its dtype."""
-        self._check_shape(heads)
-        if is_distributed(self.parameter):
-            self.write_share_(self.share(heads))
-        else:
-            self.put_heads_(self.parameter, heads)
-
-    def _check_shape(self, heads: Tensor) -> None:
-        check_tensor("heads", heads)
-        expected = (*self.rows.shape, self.in_features)
-        if self.heads_on_input:
-            expected = (self.num_heads, self.out_features, self.head_dim)
-        if tuple(heads.shape) != expected:
-            raise ValueError(f"expected heads of shape {expected}, got {tuple(heads.shape)}")
-
-    def share(self, heads: Tensor) -> Share:
-        """The part of heads ``(heads, out, in)`` of a sharded weight that this rank stores."""
-        self._check_shape(heads)
-        if self.is_stacked:
-            raise WeightError(
-                f"{type(self.owner).__name__}.{self.weight_name} is a stack of matrices that is sharded over ranks: "
-                "expected a plain parameter. Do this before the model is sharded."
-            )
-        box = box_of(self.parameter)
-        head_axis = 1 if self.heads_on_input else 0
-        matrix = heads.transpose(0, 1).flatten(1) if self.heads_on_input else heads.flatten(0, 1)
-        stored_axes = (1, 0) if self.transposed else (0, 1)
-        positions = self.rows.flatten()
-        held = box.inside(positions, stored_axes[head_axis])
-        other_axis = 1 - head_axis
-        first, size = (numbers[stored_axes[other_axis]] for numbers in (box.offsets, box.sizes))
-        # A copy: what is kept until it is written must not keep the whole.
-        values = matrix.narrow(other_axis, min(first, matrix.shape[other_axis]), size)
-        values = values.index_select(head_axis, held.nonzero().flatten().to(matrix.device)).clone()
-        return Share(positions[held] - box.offsets[stored_axes[head_axis]], values)
-
-    @torch.no_grad()
-    def write_share_(self, share: Share) -> None:
-        """Write what `share` returned."""
-        stored = self.as_matrix(local_part(self.parameter))
-        axis = 1 if self.heads_on_input else 0
-        stored.index_copy_(axis, share.positions.to(stored.device), share.values.to(stored))
-
-    @property
-    def in_features(self) -> int:
-        """Columns of the stored matrix (out, in)."""
-        columns = self._matrix_shape[0 if self.transposed else 1]
-        return columns * self.num_heads if self.by_head and self.heads_on_input else columns
-
-    @property
-    def out_features(self) -> int:
-        """Rows of the stored matrix (out, in)."""
-        rows = self._matrix_shape[1 if self.transposed else 0]
-        return rows * self.num_heads if self.by_head and not self.heads_on_input else rows
-
-    @property
-    def _matrix_shape(self) -> torch.Size:
-        shape = self.parameter.shape if self.view is None else torch.Size(self.view)
-        return shape[1:] if self.is_stacked else shape
-
-    def stored_bias(self) -> Tensor | None:
-        """The bias as it is stored, with those of other projections where they share one; None where there is none."""
-        if self.bias_name is None:
-            return None
-        return getattr(self.bias_owner or self.owner, self.bias_name)
-
-    def read_bias(self) -> Tensor | None:
-        """Bias of each head ``(heads, head_dim)``, of the whole output for O, or None where there is none."""
-        stored = self.stored_bias()
-        bias = None if stored is None else whole(stored)
-        if bias is None or self.heads_on_input:
-            return bias
-        rows = self.rows if self.bias_rows is None else self.bias_rows
-        return bias.flatten()[rows.to(bias.device)]
-
-    @torch.no_grad()
-    def write_bias_(self, values: Tensor) -> None:
-        """Write what `read_bias` returned."""
-        stored = self.stored_bias()
-        if stored is None:
-            raise ValueError("this projection has no bias")
-        check_tensor("values", values)
-        bias, rows = whole(stored), self.rows if self.bias_rows is None else self.bias_rows
-        expected = tuple(bias.shape) if self.heads_on_input else tuple(rows.shape)
-        if tuple(values.shape) != expected:
-            raise ValueError(f"expected a bias of shape {expected}, got {tuple(values.shape)}")
-        if self.heads_on_input:
-            bias.copy_(values)
-        else:
-            bias.view(-1)[rows.to(bias.device)] = values.to(bias)
-        if is_distributed(stored):
-            local_part(stored).copy_(box_of(stored).of(bias))
-
-
-@dataclass(frozen=True, eq=False)
 class AttentionSite:
-    """One attention: per-head access to Q, K, V, O and the facts that change its mathematics.
+    """One attention layer: per-head access to Q, K, V, O and the facts that change its mathematics.
 
     `q`, `k`, `v` are the slices by the name under which the model stores them; `by_role` says which of them is
     compared, which is compared with, and which lies on the linear path.
@@ -274,7 +35,6 @@ class AttentionSite:
 
     name: str
     module: nn.Module
-    arrangement: str
     q: Slot
     k: Slot
     v: Slot
@@ -309,9 +69,8 @@ class AttentionSite:
         check_choice("attention kind", self.kind, get_args(Kind))
         if self.qk_norm is not None:
             check_choice("qk_norm", self.qk_norm, get_args(Normaliser))
-        for name in ("name", "arrangement"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"{name}: expected a text, got {describe(getattr(self, name))}")
+        if not isinstance(self.name, str):
+            raise TypeError(f"name: expected a text, got {describe(self.name)}")
         if self.scale is not None:
             check_number("scale", self.scale)
         for name in FLAGS:
@@ -326,7 +85,7 @@ class AttentionSite:
         """One line: where it is, its sizes, and what makes it other than plain softmax self-attention."""
         grouped = f" ({self.num_kv_heads} of keys and values)" if self.num_kv_heads != self.num_heads else ""
         facts = [repr(self.name), f"{self.num_heads} heads{grouped} x {self.head_dim}"]
-        facts += [f"width {self.in_features}"] if self.q.owner._parameters.get(self.q.weight_name) is not None else []
+        facts += [f"width {self.in_features}"] if stored_parameter(self.q.owner, self.q.weight_name) is not None else []
         facts.append(" ".join(self.slots))
         facts += [self.kind] if self.kind != "softmax" else []
         facts += [name.replace("_", " ") for name in FLAGS if getattr(self, name)]
@@ -364,10 +123,89 @@ class AttentionSite:
         check_choice("role", role, tuple(USUAL_ROLES))
         return self.slots[self.roles[role]]
 
+    def on(self, copied: nn.Module) -> AttentionSite:
+        """The same site of a copy of its module; without an output projection that lies outside the module.
+
+        Raises: UnsupportedLayoutError if queries, keys or values lie outside the module.
+        """
+        counterparts = dict(zip(self.module.modules(), copied.modules(), strict=True))
+
+        def moved(slot: Slot) -> Slot:
+            if slot.owner not in counterparts:
+                raise UnsupportedLayoutError(
+                    self.name,
+                    f"its {type(slot.owner).__name__} is no part of the module, which cannot be run by itself.",
+                    class_name=type(self.module).__name__,
+                )
+            bias_owner = None if slot.bias_owner is None else counterparts.get(slot.bias_owner)
+            return replace(slot, owner=counterparts[slot.owner], bias_owner=bias_owner)
+
+        output = moved(self.o) if self.o is not None and self.o.owner in counterparts else None
+        return replace(self, module=copied, q=moved(self.q), k=moved(self.k), v=moved(self.v), o=output)
+
+
+class Sites(list[AttentionSite]):
+    """A list of sites; ``sites["blocks.3"]`` is the one at that module path, or the only one in or under it.
+
+    Example:
+        >>> from torch import nn
+        >>> from wellcond import find_attention
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> sites = find_attention(nn.TransformerEncoder(layer, 3))
+        >>> sites["layers.1"].name, sites["2.self_attn"].q.read().shape
+        ('layers.1.self_attn', torch.Size([2, 4, 8]))
+    """
+
+    @overload
+    def __getitem__(self, key: SupportsIndex | str) -> AttentionSite: ...
+    @overload
+    def __getitem__(self, key: slice) -> Sites: ...
+    def __getitem__(self, key: SupportsIndex | str | slice) -> AttentionSite | Sites:
+        """By number, by slice, or by a module path: whole, or a part of it that only one attention layer has.
+
+        Raises: SiteNotFoundError if no attention layer or several have this path; it is a KeyError.
+        """
+        if isinstance(key, slice):
+            return Sites(super().__getitem__(key))
+        if isinstance(key, str):
+            return self._named(key)
+        if not hasattr(key, "__index__"):
+            raise TypeError(f"sites: expected a number, a slice or a module path, got {key!r}")
+        return super().__getitem__(key)
+
+    def _named(self, path: str) -> AttentionSite:
+        found = [site for site in self if site.name == path] or [
+            site for site in self if f".{path}." in f".{site.name}."
+        ]
+        if len(found) == 1:
+            return found[0]
+        names = [site.name for site in found or self]
+        raise SiteNotFoundError(path, names, several=bool(found), close=closest_paths(path, names))
+
+
+def path_matches(pattern: str, path: str) -> bool:
+    """Whether a path is, or lies in or under, a path or pattern of paths.
+
+    Example:
+        >>> path_matches("blocks.*", "blocks.3.attn"), path_matches("blocks.3", "vit.blocks.3.attn")
+        (True, True)
+        >>> path_matches("blocks.1", "blocks.11.attn"), path_matches("*.[02].attn", "blocks.1.attn")
+        (False, False)
+    """
+    if not any(sign in pattern for sign in "*?["):
+        return pattern == path or (bool(pattern) and f".{pattern}." in f".{path}.")
+    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"{pattern}.*")
+
+
+def closest_paths(path: str, names: Iterable[str]) -> list[str]:
+    """Close matches for a mistyped path or pattern, by as many parts as it has."""
+    starts = {".".join(name.split(".")[: path.count(".") + 1]): name for name in reversed(list(names))}
+    return sorted(starts[start] for start in difflib.get_close_matches(path, starts, n=3))
+
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A module and where it stands in its model."""
+    """A module and where it stands in its model: what an adapter is called with."""
 
     name: str
     module: nn.Module

@@ -1,9 +1,8 @@
 """A trial run of one attention module: a private copy with random weights, and arguments that it can be called with.
 
-The copy is in float64 where its kernel allows, on the CPU where its kernel allows, with weights of healthy size: at
-that of an initialisation the output hardly depends on queries and keys, and with a gate or an output projection at zero
-on nothing at all. Tokens have mean zero and equal length, so that a norm inside the module passes them on as they are,
-and one feature that is zero in all tokens but one.
+The copy is in float64 on the CPU, with weights of healthy size: at that of an initialisation the output hardly depends
+on queries and keys, and with a gate or an output projection at zero on nothing at all. Tokens have mean zero and equal
+length, so that a norm inside the module passes them on as they are, and one feature that is zero in all tokens but one.
 """
 
 from __future__ import annotations
@@ -11,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention import names
 from wellcond.attention.effective import remove_conditioning
 from wellcond.attention.plain_copy import gathered, plain_copy
 from wellcond.attention.site import AttentionSite, Place
@@ -40,12 +41,10 @@ class Trial:
 
     module: nn.Module
     arguments: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
     tokens: Tensor
     """(N, D), as the first argument holds them."""
-    axis: int
-    """The axis of the first argument that counts tokens."""
     streams: int = 1
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
     has_local_feature: bool = True
 
     @property
@@ -57,31 +56,40 @@ class Trial:
         """The copy's output: the first tensor of what it returns, or those of all streams in a row."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             returned = self.module(*self.arguments, **self.kwargs)
-        found = list(itertools.islice(tensors_in(returned), self.streams))
+        found = list(itertools.islice(_tensors_in(returned), self.streams))
         if len(found) < self.streams:
             raise TypeError(f"it returns {len(found)} tensors: expected {self.streams}")
         return found[0] if self.streams == 1 else torch.cat([part.flatten() for part in found])
 
 
-def trials(place: Place, widths: Sequence[int]) -> Iterator[Trial | Exception]:
+Example = Callable[[nn.Module], Any]
+"""From a module to what it is called with: a tensor, a tuple of arguments, a mapping of keyword arguments."""
+
+
+def trials(place: Place, widths: Sequence[int], example: Example | None = None) -> Iterator[Trial | Exception]:
     """Ways to call a copy of a module that run, each as a trial; where one does not run, the exception that says why.
 
     Args:
         place: the module and where it stands in its model.
         widths: features of the tokens that it reads, one number per stream.
+        example: from the module to what it is called with; random tokens, and guesses of other arguments, if None.
     """
     try:
-        module = random_copy(place.module)
-    except Exception as error:  # an arbitrary module may raise anything when it is copied
+        module = _random_copy(place.module)
+        if example is not None:
+            yield _example_trial(module, example(place.module))
+            return
+        copied = replace(place, module=module)
+    except Exception as error:  # an arbitrary module, or its example, may raise anything
         yield error
         return
     for count in COUNTS:
-        tokens = make_tokens(count, widths[0])
-        others = [make_tokens(count, width, seed=seed) for seed, width in enumerate(widths[1:], start=5)]
+        tokens = _make_tokens(count, widths[0])
+        others = [_make_tokens(count, width, seed=seed)[None] for seed, width in enumerate(widths[1:], start=5)]
         failed: Exception | None = None
         for arranged, axis in _arrangements(tokens):
-            for arguments in _argument_lists(place, module, arranged, axis, [other[None] for other in others]):
-                trial = Trial(module, arguments, tokens, axis, len(widths))
+            for arguments in _argument_lists(copied, arranged, axis, others):
+                trial = Trial(module, arguments, {}, tokens, len(widths))
                 try:
                     output = trial.run()
                 except Exception as error:  # and when it is called
@@ -94,20 +102,14 @@ def trials(place: Place, widths: Sequence[int]) -> Iterator[Trial | Exception]:
             yield failed
 
 
-def example_trials(place: Place, example: Callable[[nn.Module], Any]) -> Iterator[Trial | Exception]:
-    """The trial of a module with what its adapter says it is called with."""
-    try:
-        given = _in_float64(example(place.module))
-        arguments = () if isinstance(given, Mapping) else given if isinstance(given, tuple) else (given,)
-        kwargs = given if isinstance(given, Mapping) else {}
-        tokens = next(tensors_in((arguments, dict(kwargs))))
-        module = random_copy(place.module)
-        found = Trial(module, arguments, tokens, tokens.dim() - 2, 1, kwargs, has_local_feature=False)
-        found.run()
-    except Exception as error:  # an arbitrary module, or its example, may raise anything
-        yield error
-    else:
-        yield found
+def _example_trial(module: nn.Module, given: Any) -> Trial:
+    given = _in_float64(given)
+    kwargs = given if isinstance(given, Mapping) else {}
+    arguments = () if isinstance(given, Mapping) else given if isinstance(given, tuple) else (given,)
+    tokens = next(_tensors_in((arguments, dict(kwargs))))
+    found = Trial(module, arguments, kwargs, tokens, has_local_feature=False)
+    found.run()
+    return found
 
 
 def _in_float64(value: Any) -> Any:
@@ -131,7 +133,7 @@ def why_not(module: nn.Module) -> str | None:
     return None
 
 
-def random_copy(module: nn.Module) -> nn.Module:
+def _random_copy(module: nn.Module) -> nn.Module:
     """A plain copy in float64 and evaluation mode with random weights of healthy size; buffers keep their values."""
     generator = torch.Generator().manual_seed(0)
 
@@ -179,7 +181,7 @@ def _make_healthy_(site: AttentionSite) -> None:
             slot.write_bias_(torch.randn(bias.shape, generator=generator, dtype=torch.float64).to(bias) / 2)
 
 
-def make_tokens(count: int, width: int, *, seed: int = 1) -> Tensor:
+def _make_tokens(count: int, width: int, *, seed: int = 1) -> Tensor:
     """Random tokens (count, width) of mean zero and equal length; one feature is zero in all but one of them."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randn(count, width, generator=generator, dtype=torch.float64)
@@ -203,16 +205,14 @@ def _arrangements(tokens: Tensor) -> Iterator[tuple[Tensor, int]]:
     yield grid.movedim(-1, 1), 2
 
 
-def _argument_lists(
-    place: Place, module: nn.Module, tokens: Tensor, axis: int, others: Sequence[Tensor]
-) -> Iterator[tuple[Any, ...]]:
+def _argument_lists(place: Place, tokens: Tensor, axis: int, others: Sequence[Tensor]) -> Iterator[tuple[Any, ...]]:
     """Lists of arguments for the required parameters of a module's forward, the likeliest first."""
-    names = required_names(module)
-    if len(names) == 3 and all(name[0] == letter for name, letter in zip(names, "qkv", strict=True)):
+    required = required_names(place.module)
+    if len(required) == 3 and all(name[0] == letter for name, letter in zip(required, "qkv", strict=True)):
         yield (tokens,) * 3
         return
     choices: list[list[Any]] = [[tokens], *([other] for other in others)]
-    for name in names[len(choices) :]:
+    for name in required[len(choices) :]:
         choices.append(list(_guesses(place, name.lower(), tokens, axis)))
     yield from itertools.islice(itertools.product(*choices), 64)
 
@@ -251,11 +251,8 @@ def _rotations(place: Place, count: int) -> Iterator[Any]:
         table = getattr(module, "freqs_cis", None)
         if isinstance(table, Tensor) and table.shape[0] >= count:
             yield table.detach().cpu()[:count]
-    from wellcond.attention import names
-
-    width = next(
-        (value for name in names.HEAD_DIM if isinstance(value := getattr(place.module, name, None), int)), None
-    )
+    widths = (getattr(place.module, name, None) for name in names.HEAD_DIM)
+    width = next((width for width in widths if isinstance(width, int)), None)
     if width is not None:
         angles = torch.arange(count, dtype=torch.float64)[:, None] * 10.0 ** -torch.arange(width // 2).double()
         both = torch.cat([angles, angles], -1)
@@ -265,20 +262,18 @@ def _rotations(place: Place, count: int) -> Iterator[Any]:
         yield torch.polar(torch.ones_like(angles), angles)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists and mappings, in order."""
     if isinstance(value, Tensor):
         yield value
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     for part in parts:
-        yield from tensors_in(part)
+        yield from _tensors_in(part)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings of kernels that say they are slow on a CPU."""
-    import warnings
-
+    """No warnings, such as those of kernels that are slow on a CPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

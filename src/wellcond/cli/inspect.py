@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from wellcond.attention.site import AttentionSite
 
-FIELDS = ("kind", "num_heads", "num_kv_heads", "head_dim", "in_features", "arrangement", "scale", "qk_norm", "evidence")
+FIELDS = ("kind", "num_heads", "num_kv_heads", "head_dim", "in_features", "scale", "qk_norm", "evidence")
 MOST_RANDOM = 500_000_000
 """Parameters of a model that is built with random weights if it is only named: 2 GB, and seconds to draw."""
 CALIBRATED = "calibrated"
@@ -117,6 +117,7 @@ def _describe(site: AttentionSite) -> dict[str, Any]:
         "flags": [flag for flag in FLAGS if getattr(site, flag)],
     }  # fmt: skip
     row |= {name: getattr(site, name) for name in FIELDS}
+    row["weights"] = _storage(site)
     for role in "qkv":
         heads = site.slots[role].read().detach()
         found = [] if heads.is_meta else spectra(heads)
@@ -128,12 +129,21 @@ def _describe(site: AttentionSite) -> dict[str, Any]:
     return row
 
 
+def _storage(site: AttentionSite) -> str:
+    """Which of Q, K and V share a stored weight."""
+    if site.q.parameter is site.k.parameter is site.v.parameter:
+        return "fused"
+    if site.k.parameter is site.v.parameter:
+        return "q + fused kv"
+    return "fused qk + v" if site.q.parameter is site.k.parameter else "separate"
+
+
 def _show(row: dict[str, Any]) -> dict[str, Cell]:
     """A row of `_describe` as the table has it; where a condition number is not finite, why, and the pseudo one."""
     heads, groups = row["num_heads"], row["num_kv_heads"]
     shown: dict[str, Cell] = {
         "layer": row["layer"], "kind": row["kind"], "heads": str(heads) if heads == groups else f"{heads}/{groups}",
-        "dims": f"{row['head_dim']} x {row['in_features']}", "arrangement": row["arrangement"],
+        "dims": f"{row['head_dim']} x {row['in_features']}", "weights": row["weights"],
     }  # fmt: skip
     for role in "qkv":
         kappa, pseudo, why = (row[f"{name}_{role}"] for name in ("kappa", "pseudo_kappa", "why_not_finite"))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from wellcond.arguments import check_tensor, describe
 from wellcond.attention.rollback import Rollback
 from wellcond.attention.sharding import box_of, broadcast_from_rank_zero, is_distributed, local_part
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.errors import WeightError
 from wellcond.registry import INITIALISATIONS as METHODS
 

@@ -20,7 +20,7 @@ from wellcond.attention.names import HEADS
 from wellcond.attention.plain_copy import plain_class, plain_copy
 from wellcond.attention.record import Arguments, copy_argument, run, undisturbed
 from wellcond.attention.sharding import is_distributed, reshard_, whole
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
 from wellcond.measurement.records import NUMERICAL, LayerReport
@@ -101,22 +101,7 @@ def _record_calls(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) 
 
 def _plain_site(site: AttentionSite) -> AttentionSite:
     """The same attention in a plain copy of its module, its correction included."""
-    copied = plain_copy(site.module, class_of=_plain_or_conditioned_class)
-    counterparts = dict(zip(site.module.modules(), copied.modules(), strict=True))
-
-    def moved(slot: Slot) -> Slot:
-        owner = counterparts.get(slot.owner)
-        if owner is None:
-            raise UnsupportedLayoutError(
-                site.name,
-                f"its {type(slot.owner).__name__} is no part of the module, which cannot be measured by itself.",
-                class_name=type(site.module).__name__,
-            )
-        bias_owner = None if slot.bias_owner is None else counterparts.get(slot.bias_owner)
-        return replace(slot, owner=owner, bias_owner=bias_owner)
-
-    output = moved(site.o) if site.o is not None and site.o.owner in counterparts else None
-    return replace(site, module=copied, q=moved(site.q), k=moved(site.k), v=moved(site.v), o=output)
+    return site.on(plain_copy(site.module, class_of=_plain_or_conditioned_class))
 
 
 def _plain_or_conditioned_class(module: nn.Module) -> type[nn.Module]:

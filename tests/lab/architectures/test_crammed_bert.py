@@ -211,15 +211,11 @@ def test_site_describes_the_heads_that_are_multiplied():
     model = build().double()
     ids, mask = tokens()
     site = wc.find_attention(model)[0]
-    assert (site.name, site.arrangement, site.scale) == (
-        "encoder.layers.0.attn.self_attention",
-        "fused groups",
-        8**-0.5,
-    )
+    assert (site.name, site.scale) == ("encoder.layers.0.attn.self_attention", 8**-0.5)
     x = model.encoder.layers[0].norm1(model.encoder.embedding(ids))
     for slot, heads in zip((site.q, site.k, site.v), multiplied_heads(model, ids, mask), strict=True):
         torch.testing.assert_close(torch.einsum("bnc,hdc->bhnd", x, slot.read()), heads)
-    blocks = fused_site(Place("", site.module, site.module), site.module.query_key_value, num_heads=2, family="wrong")
+    blocks = fused_site(Place("", site.module, site.module), site.module.query_key_value, num_heads=2)
     assert not torch.equal(blocks.k.read(), site.k.read())
 
 

@@ -101,7 +101,7 @@ def parallel_block(place: Place) -> AttentionSite:
         o: Slot | None = projection_slot(fused, head_rows(heads, width), heads_on_input=True)
     else:
         o = output_slot(place, module.attn_out_proj, heads, width)
-    site = AttentionSite(name=place.name, module=module, arrangement="fused blocks after the MLP", q=q, k=k, v=v, o=o)
+    site = AttentionSite(name=place.name, module=module, q=q, k=k, v=v, o=o)
     return with_facts(place, site, {"scale": stated_scale, "qk_norm": query_key_norm})
 
 
@@ -113,7 +113,7 @@ def tnt(place: Place) -> AttentionSite:
     value_dim = layout.divide_heads(place, "value", layout.out_features(module.v), module.num_heads)
     v = projection_slot(module.v, head_rows(module.num_heads, value_dim))
     o = output_slot(place, module.proj, module.num_heads, value_dim)
-    site = AttentionSite(name=place.name, module=module, arrangement="fused qk blocks + v", q=q, k=k, v=v, o=o)
+    site = AttentionSite(name=place.name, module=module, q=q, k=k, v=v, o=o)
     return with_facts(place, site, {"scale": stated_scale})
 
 

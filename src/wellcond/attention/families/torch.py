@@ -29,7 +29,6 @@ def multihead_attention(place: Place) -> AttentionSite:
     return AttentionSite(
         name=place.name,
         module=module,
-        arrangement="fused blocks" if is_fused else "separate",
         q=slot("q"),
         k=slot("k"),
         v=slot("v"),

@@ -363,7 +363,6 @@ def gated_query(place: Place) -> AttentionSite:
     site = AttentionSite(
         name=place.name,
         module=module,
-        arrangement="separate, query and gate interleaved",
         q=layout.projection_slot(module.q_proj, layout.head_rows(heads, width, stride=2 * width)),
         k=layout.projection_slot(module.k_proj, layout.head_rows(kv_heads, width)),
         v=layout.projection_slot(module.v_proj, layout.head_rows(kv_heads, width)),

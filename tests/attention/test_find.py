@@ -1,4 +1,4 @@
-"""What a user's adapter declares is proven against the module's own forward pass."""
+"""Adapters and searching a model: what a user's adapter declares is proven by the module's own forward pass."""
 
 import pytest
 import torch
@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import wellcond as wc
+from wellcond.attention import find
 from wellcond.attention.layout import head_rows
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 
 
 class Mixed(nn.Module):
@@ -174,7 +176,7 @@ def test_swapped_projections_are_named():
         m = place.module
         return wc.separate_site(place, m.b, m.a, m.c, num_heads=m.heads)
 
-    with pytest.raises(wc.UnsupportedLayoutError, match=r"separate_site\(q=a, k=b, v=c, num_heads=3\)"):
+    with pytest.raises(wc.UnsupportedLayoutError, match=r"separate_site\(place, m.a, m.b, m.c, num_heads=3\)"):
         wc.find_attention(Separate())
 
 
@@ -186,7 +188,7 @@ def test_a_transposed_weight_is_refused(part):
         q = Slot(m.a, "weight", rows, transposed=part == "query")
         o = Slot(m.out, "weight", rows, transposed=part == "output", heads_on_input=True)
         k, v = Slot(m.b, "weight", rows), Slot(m.c, "weight", rows)
-        return AttentionSite(place.name, m, "separate", q, k, v, o)
+        return AttentionSite(place.name, m, q, k, v, o)
 
     with pytest.raises(wc.UnsupportedLayoutError, match="confirms transposed=False for"):
         wc.find_attention(Separate())
@@ -245,3 +247,27 @@ def test_targets_and_functions_that_cannot_be(wrong):
         wc.register_adapter("no.such.Class")("a string")
     with pytest.raises(TypeError, match="example: expected a function"):
         wc.register_adapter("no.such.Class", example=3)
+
+
+def test_a_model_is_searched_once_for_all_who_ask(monkeypatch):
+    from wellcond.attention import checks
+
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+    scan = find.scan_attention(model)
+    monkeypatch.setattr(checks, "scan_attention", None)
+    assert [site.name for site in checks.choose_sites(model, "layers.1", scan=scan)] == ["layers.1.self_attn"]
+    assert checks.choose_sites(model, None, scan=scan) == scan.found() == scan.sites
+
+
+def test_modules_without_projections_are_not_read(monkeypatch):
+    """Of a model of a known family, and of blocks around an attention, no reading is listed."""
+    from wellcond.attention import readings
+
+    seen = []
+    original = readings._module_readings
+    monkeypatch.setattr(readings, "_module_readings", lambda place: seen.append(place.name) or original(place))
+    wc.find_attention(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2))
+    assert not seen
+    declare(Mixed)
+    wc.find_attention(nn.Sequential(nn.LayerNorm(12), Mixed(), nn.Sequential(nn.Linear(12, 12), nn.GELU())))
+    assert not seen

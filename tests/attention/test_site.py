@@ -1,6 +1,10 @@
-"""Attentions by number and by name."""
+"""Attention layers by number and by name, and in a copy of their module."""
+
+import copy
+import dataclasses
 
 import pytest
+import torch
 from torch import nn
 
 import wellcond as wc
@@ -38,3 +42,16 @@ def test_other_paths_are_answered_with_those_there_are(path, message, sites):
     with pytest.raises(KeyError) as told:
         sites[path]
     assert str(told.value).startswith(message) and isinstance(told.value, wc.SiteNotFoundError)
+
+
+def test_a_site_of_a_copy():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    [site] = wc.find_attention(layer)
+    copied = copy.deepcopy(site.module)
+    moved = site.on(copied)
+    assert moved.module is copied and moved.o.owner is copied.out_proj and moved.q.bias_name == site.q.bias_name
+    moved.q.write_(torch.zeros(2, 4, 8))
+    assert bool((site.q.read() != 0).any())
+    elsewhere = dataclasses.replace(site, q=dataclasses.replace(site.q, owner=nn.Linear(8, 8)))
+    with pytest.raises(wc.UnsupportedLayoutError, match="its Linear is no part of the module"):
+        elsewhere.on(copied)
