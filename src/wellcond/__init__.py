@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from wellcond.attention.layout import fused_site, query_and_kv_site, separate_site
     from wellcond.attention.site import AttentionSite, Slot
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
+    from wellcond.conditioning.methods import Correction, register_condition
     from wellcond.doctor.diagnose import diagnose
     from wellcond.doctor.records import Diagnosis, DiagnosisError, Finding, LayerFacts, TokenFacts
     from wellcond.init.apply import init_
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointWarning",
     "ConditionTracker",
     "ConditioningError",
+    "Correction",
     "Diagnosis",
     "DiagnosisError",
     "EvidenceWarning",
@@ -81,6 +83,7 @@ __all__ = [
     "query_and_kv_site",
     "recondition_",
     "register_adapter",
+    "register_condition",
     "separate_site",
     "spectrum",
 ]
@@ -92,6 +95,7 @@ _LAZY = {
     "attention.find": ("find_attention", "register_adapter"),
     "attention.site": ("AttentionSite", "Slot"),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
+    "conditioning.methods": ("Correction", "register_condition"),
     "doctor.diagnose": ("diagnose",),
     "doctor.records": ("Diagnosis", "DiagnosisError", "Finding", "LayerFacts", "TokenFacts"),
     "init.apply": ("init_",),

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from wellcond.conditioning.apply import condition_, make_method
+from wellcond.conditioning.apply import condition_
 from wellcond.conditioning.checkpoint import settings_of
 from wellcond.conditioning.methods import METHODS as CORRECTIONS
+from wellcond.conditioning.methods import make_method
 from wellcond.errors import UnknownChoiceError, check_method
 from wellcond.init.apply import check_options, init_
 from wellcond.init.plan import METHODS as INITIALISATIONS

@@ -26,8 +26,9 @@ from torch import nn
 from wellcond.attention.checks import choose_projections
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
-from wellcond.conditioning.apply import condition_, make_method
+from wellcond.conditioning.apply import condition_
 from wellcond.conditioning.methods import METHODS as CONDITIONS
+from wellcond.conditioning.methods import make_method
 from wellcond.errors import EvidenceWarning, NumericalWarning, WellcondError, check_choice
 from wellcond.init.apply import check_names, check_options, init_
 from wellcond.init.options import check_values
