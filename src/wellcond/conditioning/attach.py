@@ -7,8 +7,8 @@ parameter, and there is no copy that could get lost or go out of date.
 
 The class of a module that owns a conditioned weight is replaced by a subclass whose attribute of that name is a
 property: the parameter itself, or, while a forward is running, W + C. Who reads as a part of a forward pass are the
-modules that use the weights: their owners, the attention layers, and the blocks around these (nn.TransformerEncoderLayer
-reads the weights of its attention). Every module around a conditioned weight, up to the model, gets a `forward` of its
+modules that use the weights: their owners, the attention layers, and the blocks around these, since
+nn.TransformerEncoderLayer reads the weights of its attention. Every module around a conditioned weight, up to the model, gets a `forward` of its
 own that opens a scope; the scope forgets everything when that forward returns.
 
 Within a pass, all weights of one kind are corrected as one batch, when the first of them is read: a model of twelve
@@ -324,6 +324,8 @@ def _weight_property(name: str) -> property:
         recorded = recorded_weight(module, name)
         if recorded is not None:
             return recorded
+        if name not in module._parameters:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         raw = module._parameters[name]
         forward_pass: ForwardPass = vars(module)[SCOPE_ATTRIBUTE].forward_pass
         if raw is None or not forward_pass.is_running():
@@ -336,9 +338,9 @@ def _weight_property(name: str) -> property:
         # Parameters never come here: `nn.Module.__setattr__` registers them.
         raise ConditioningError(
             f"{name} is conditioned and must stay a parameter of its module, and a tensor was to be put in its place. "
-            "Instead of nn.DataParallel and FSDP1 use DistributedDataParallel (torchrun) or FSDP2 (fully_shard); before "
-            "torch.nn.utils.weight_norm and prune call wellcond.fold_(model), and build the model again, since they "
-            "have taken the parameter away by now."
+            "Instead of nn.DataParallel and FSDP1, use DistributedDataParallel (torchrun) or FSDP2 (fully_shard). "
+            "Before pruning and torch.nn.utils.weight_norm call wellcond.fold_(model); weight_norm has taken the "
+            "parameter away by now, so build the model again."
         )
 
     return property(read, refuse_write)

@@ -11,7 +11,7 @@ usual file. What training resumes from lies beside it in `RAW_FILE`: the raw W, 
 |---|---|---|
 | raw, marked | same conditioning | resumes |
 | raw, marked | other conditioning | CheckpointMismatchError, nothing loaded |
-| raw, marked | plain model | torch's error: unexpected key `wellcond_conditioning`; use `recondition_(model, state_dict)` |
+| raw, marked | plain model | torch's error names the unexpected key; `recondition_(model, state_dict)` first |
 | effective, with a file of raw ones | plain model | effective weights; the file is not looked at |
 | effective, with a file of raw ones | conditioned model | as raw, marked |
 | plain | conditioned model | weights are taken as raw (as if loaded first, then conditioned); CheckpointWarning |

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import wellcond as wc
-from conditioning.test_condition import IDS, METHODS, corrections, every_storage, vit
+from conditioning.test_corrections import IDS, METHODS, corrections, every_storage, vit
 from models import XTransformersAttention, stack
 from wellcond.attention.effective import effective_weight
 from wellcond.conditioning.corrections import FollowingCorrection
