@@ -112,7 +112,8 @@ class MatrixView:
         number, row = rows // height, rows % height
         if self.transposed:
             row, columns = columns, row
-        return torch.unravel_index((number * first + row) * second + columns, tuple(shape))
+        axes = torch.unravel_index((number * first + row) * second + columns, tuple(shape))
+        return tuple(axis.clone() for axis in axes)  # not views of one tensor, which torch.export.save refuses
 
 
 def view_of(slot: Slot) -> MatrixView:
