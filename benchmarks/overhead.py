@@ -114,7 +114,9 @@ def correction_alone(model: nn.Module, method: str) -> float:
         if isinstance(first, FollowingCorrection):
             values = first.values(weights)
         else:
-            values = [c.value(weight, c.state_of(module)) for (module, _, c), weight in zip(found, weights, strict=True)]
+            values = [
+                c.value(weight, c.state_of(module)) for (module, _, c), weight in zip(found, weights, strict=True)
+            ]
         for weight, value in zip(weights, values, strict=True):
             straight_through(weight, value)
 

@@ -10,7 +10,7 @@ import pytest
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"errors", "arguments", "files", "version", "pages"}
+BASE = {"errors", "arguments", "files", "version", "pages", "private"}
 CORE = BASE | {"linalg", "attention", "init", "conditioning", "theory", "jacobian", "measurement", "doctor"}
 ALLOWED = {
     "errors": set(),

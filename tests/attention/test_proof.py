@@ -189,7 +189,7 @@ def test_what_the_second_stream_does_not_show_is_said():
 
 @pytest.mark.parametrize("make", [Stack, PerHead], ids=["stack", "per head"])
 def test_a_stack_is_conditioned_and_folded(make):
-    module = nn.Sequential(make())
+    module = wc.init_(nn.Sequential(make()), "gaussian")
     keys = list(module.state_dict())
     for method, options in (("balanced", {}), ("identity", {"lam": 0.1})):
         wc.fold_(wc.condition_(module, method, **options))

@@ -8,8 +8,8 @@ parameter, and there is no copy that could get lost or go out of date.
 The class of a module that owns a conditioned weight is replaced by a subclass whose attribute of that name is a
 property: the parameter itself, or, while a forward is running, W + C. Who reads as a part of a forward pass are the
 modules that use the weights: their owners, the attention layers, and the blocks around these, since
-nn.TransformerEncoderLayer reads the weights of its attention. Every module around a conditioned weight, up to the model, gets a `forward` of its
-own that opens a scope; the scope forgets everything when that forward returns.
+nn.TransformerEncoderLayer reads the weights of its attention. Every module around a conditioned weight, up to the
+model, gets a `forward` of its own that opens a scope; the scope forgets everything when that forward returns.
 
 Within a pass, all weights of one kind are corrected as one batch, when the first of them is read: a model of twelve
 layers costs as many operations as one of one layer. The batch belongs to the smallest module that contains all
@@ -288,10 +288,18 @@ def detach(model: nn.Module) -> None:
         remove_conditioning(module)
 
 
-@functools.cache
+_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
 def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """The subclass of `base` whose attributes `names` are effective weights in a forward pass; made once."""
-    _refuse_adapters()
+    if (base, names) not in _CLASSES:
+        _refuse_adapters()
+        _CLASSES[base, names] = _make_class(base, names)
+    return _CLASSES[base, names]
+
+
+def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
 
     def reduce(module: nn.Module, protocol: Any) -> Any:
         # A class made at run time cannot be found by name: copies and pickles rebuild it.
