@@ -98,11 +98,11 @@ def condition_(
             _check_before_wrapping(given, correction)
         attached = _condition_(model, correction, found, projections)
         update_buffers(given)
+        heads = sum(site.slots[role].num_heads for site in found for role in projections)
+        describe_change(f"condition_ {method!r} on {projections}", len(found), heads, attached)
     except BaseException:
         rollback.restore()
         raise
-    heads = sum(site.slots[role].num_heads for site in found for role in projections)
-    describe_change(f"condition_ {method!r} on {projections}", len(found), heads, attached)
     return given
 
 
@@ -255,10 +255,10 @@ def fold_(model: nn.Module) -> nn.Module:
         attached = _attached(model, rollback)
         num_layers = sum(len((settings_of(root) or {})["sites"]) for _, root in roots_in(model))
         _fold_(model, attached)
+        describe_change("fold_", num_layers, None, [(part.owner, part.name, part.correction) for part in attached])
     except BaseException:
         rollback.restore()
         raise
-    describe_change("fold_", num_layers, None, [(part.owner, part.name, part.correction) for part in attached])
     return model
 
 
