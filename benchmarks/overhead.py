@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import wellcond as wc
 from wellcond.attention.effective import corrections_of, remove_conditioning
-from wellcond.conditioning.corrections import SpectralCorrection, straight_through
+from wellcond.conditioning.corrections import FollowingCorrection, straight_through
 from wellcond.integrations.transformers import WellcondCallback
 
 METHODS = {"plain": None, "identity": "identity", "polar": "polar", "balanced": "balanced"}
@@ -111,10 +111,12 @@ def correction_alone(model: nn.Module, method: str) -> float:
 
     def read() -> None:
         first = found[0][2]
-        if isinstance(first, SpectralCorrection):
+        if isinstance(first, FollowingCorrection):
             values = first.values(weights)
         else:
-            values = [c.value(module, weight) for (module, _, c), weight in zip(found, weights, strict=True)]
+            values = [
+                c.value(weight, c.state_of(module)) for (module, _, c), weight in zip(found, weights, strict=True)
+            ]
         for weight, value in zip(weights, values, strict=True):
             straight_through(weight, value)
 

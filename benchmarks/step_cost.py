@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from correction_cost import correction_cost
 from rich.console import Console
 from rich.table import Table
-
-from wellcond.conditioning.cost import correction_cost
 
 COMPUTE, MEMORY = 0.4, 0.8  # of the peak
 RATES = {  # bfloat16, float64, float32, bytes per second

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from wellcond.attention.site import AttentionSite
     from wellcond.attention.slot import Slot
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
-    from wellcond.conditioning.methods import register_condition
+    from wellcond.conditioning.methods import Correction, register_condition
     from wellcond.doctor.diagnose import diagnose
     from wellcond.doctor.records import Diagnosis, Finding, LayerFacts, TokenFacts
     from wellcond.init.apply import init_
@@ -53,6 +53,7 @@ __all__ = [
     "CheckpointWarning",
     "ConditionTracker",
     "ConditioningError",
+    "Correction",
     "Diagnosis",
     "DiagnosisError",
     "EvidenceWarning",
@@ -105,9 +106,9 @@ _LAZY = {
     "attention.site": ("AttentionSite",),
     "attention.slot": ("Slot",),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
+    "conditioning.methods": ("Correction", "register_condition"),
     "doctor.diagnose": ("diagnose",),
     "doctor.records": ("Diagnosis", "Finding", "LayerFacts", "TokenFacts"),
-    "conditioning.methods": ("register_condition",),
     "init.apply": ("init_",),
     "init.plan": ("register_init",),
     "jacobian.spectrum": ("jacobian_spectrum",),

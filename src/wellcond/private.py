@@ -7,11 +7,15 @@ wellcond uses public names only.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -90,3 +94,89 @@ def is_wrapper_subclass(tensor: Tensor) -> bool:
     Needs `torch.utils._python_dispatch.is_traceable_wrapper_subclass`, the only name for it. Tried with torch 2.15.
     """
     return is_traceable_wrapper_subclass(tensor)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass.
+
+    Needs `torch._C._current_graph_task_id`, which is -1 outside. No public name tells; a module that is run again by
+    activation checkpointing has to know. Tried on torch 2.15.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are being computed.
+
+    Needs `torch.autograd.forward_ad._current_level`; the public API enters a level but does not say whether one is
+    entered. Tried on torch 2.15.
+    """
+    return forward_ad._current_level >= 0
+
+
+def is_functorch_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a wrapper of torch.func (grad, vmap, jvp).
+
+    Needs `torch._C._functorch.is_functorch_wrapped_tensor`; torch.func has no public test. Tried on torch 2.15.
+    """
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_symbolic_tracing() -> bool:
+    """Whether torch.fx is tracing a module symbolically.
+
+    Needs `torch.fx._symbolic_trace.is_fx_symbolic_tracing`; torch.fx exports no such question. Tried on torch 2.15.
+    """
+    from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+
+    return is_fx_symbolic_tracing()
+
+
+def is_sharded_by_fsdp(module: nn.Module, name: str) -> bool:
+    """Whether FSDP2 holds the parameter `name` of a module in shards just now.
+
+    Then no forward pass can be reading it, since FSDP2 puts the full weight in its place for that: it is FSDP2's own
+    book-keeping, which wants the parameter itself. Needs `_module_state_mapping` and the parameter groups of the state;
+    FSDP2 offers no public way from a parameter to its state. Tried on torch 2.15.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for held in list(_module_state_mapping.values()):
+        state = held() if callable(held) else held
+        for group in getattr(state, "_fsdp_param_groups", ()):
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                places = [(info.module, info.param_name)]
+                places += zip(info.shared_modules, info.shared_param_names, strict=True)
+                if any(owner is module and own == name for owner, own in places):
+                    return parameter.sharded_state.name == "SHARDED"
+    return False
+
+
+_WRAPPED: set[type] = set()
+
+
+def wrap_loading_of_trainer(around: Callable[[str, nn.Module], AbstractContextManager[None]]) -> None:
+    """Let the Trainer of transformers, if it is imported, load every checkpoint within `around(folder, model)`.
+
+    Needs `Trainer._load_from_checkpoint` and `Trainer._load_best_model`; callbacks are not told the folder before it is
+    read. Tried on transformers 5.23.
+    """
+    trainers = sys.modules.get("transformers.trainer")
+    if trainers is None or trainers.Trainer in _WRAPPED:
+        return
+    load, load_best = trainers.Trainer._load_from_checkpoint, trainers.Trainer._load_best_model
+
+    @functools.wraps(load)
+    def load_from_checkpoint(trainer: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> Any:
+        with around(resume_from_checkpoint, trainer.model if model is None else model):
+            return load(trainer, resume_from_checkpoint, model)
+
+    @functools.wraps(load_best)
+    def load_best_model(trainer: Any) -> Any:
+        with around(trainer.state.best_model_checkpoint, trainer.model):
+            return load_best(trainer)
+
+    trainers.Trainer._load_from_checkpoint = load_from_checkpoint
+    trainers.Trainer._load_best_model = load_best_model
+    _WRAPPED.add(trainers.Trainer)

@@ -188,13 +188,12 @@ def test_what_the_second_stream_does_not_show_is_said():
 
 
 @pytest.mark.parametrize("make", [Stack, PerHead], ids=["stack", "per head"])
-def test_what_needs_a_matrix_refuses_a_stack(make):
-    module = nn.Sequential(make())
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    for method in ("balanced", "identity"):
-        with pytest.raises(wc.WeightError, match="stack of matrices"):
-            wc.condition_(module, method)
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+def test_a_stack_is_conditioned_and_folded(make):
+    module = wc.init_(nn.Sequential(make()), "gaussian")
+    keys = list(module.state_dict())
+    for method, options in (("balanced", {}), ("identity", {"lam": 0.1})):
+        wc.fold_(wc.condition_(module, method, **options))
+        assert list(module.state_dict()) == keys
 
 
 def test_a_head_count_that_nobody_declares_is_found():

@@ -120,8 +120,8 @@ def test_a_report_that_cannot_be_written(run, tmp_path):
 )
 def test_fold_with_a_damaged_marker(run, tmp_path, damage):
     state = wc.condition_(build_model(VIT), "balanced", target=1.5).state_dict()
-    [marker] = [key for key in state if key.startswith("wellcond: ")]
-    settings = json.loads(bytes(state[marker].tolist())) | damage
+    marker = "wellcond_conditioning"
+    settings = json.loads(bytes(state[marker].byte().tolist())) | damage
     state[marker] = torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
     save_file(state, tmp_path / "damaged.safetensors")
     told, _ = run("fold", VIT, "--weights", tmp_path / "damaged.safetensors", "-o", tmp_path / "o.safetensors")

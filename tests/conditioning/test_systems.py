@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from conditioning.test_condition import vit
+from conditioning.test_corrections import vit
 from models import NanoGPTAttention
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -70,12 +70,12 @@ def test_a_program_of_torchscript_is_refused(tmp_path):
 
 
 def test_a_name_in_a_checkpoint_is_never_evaluated(canary, tmp_path, run):
-    """A marker's name reads like a line to run, and its value names a method."""
+    """A marker's value names a method."""
     state = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=3).state_dict()
     settings = {"method": canary.command, "projections": "qkv", "sites": ["blocks.0.attn"]}
     marker = torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
     path = tmp_path / "model.safetensors"
-    state[f"wellcond: load this after {canary.command}"] = marker
+    state["wellcond_conditioning"] = marker
     save_file(state, path, metadata={"format": "pt", "code": canary.code})
     for arguments in (["inspect"], ["fold", "-o", tmp_path / "out.safetensors"]):
         code, _ = run(arguments[0], VIT, *SMALL, "--weights", path, *arguments[1:])
@@ -85,7 +85,7 @@ def test_a_name_in_a_checkpoint_is_never_evaluated(canary, tmp_path, run):
 @pytest.mark.parametrize("value", ["[]", "{}", "[" * 100_000, '{"method": "polar"', "\udcff"])
 def test_a_spoilt_marker_is_named(value, tmp_path, run):
     marker = torch.tensor(list(value.encode("utf-8", "surrogateescape")), dtype=torch.uint8)
-    save_file({"wellcond: load this after polar": marker}, tmp_path / "model.safetensors")
+    save_file({"wellcond_conditioning": marker}, tmp_path / "model.safetensors")
     code, _ = run("inspect", VIT, *SMALL, "--weights", tmp_path / "model.safetensors")
     assert "marker is not readable" in str(code)
 

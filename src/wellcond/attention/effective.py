@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from wellcond.attention.sharding import unwrap, whole
 
 CORRECTIONS_ATTRIBUTE = "_wellcond_corrections"
-PLACE_ATTRIBUTE = "_wellcond_place"
 PLAIN_CLASS_ATTRIBUTE = "_wellcond_plain_class"
+SCOPE_ATTRIBUTE = "_wellcond_scope"
 SETTINGS_ATTRIBUTE = "_wellcond_settings"
 
 
-class Announced:
-    """What stands in a module in place of a method for as long as something in it is conditioned."""
+class InstanceOverride:
+    """Stands in one module in place of a method of its class, for as long as something in it is conditioned."""
 
     replaced: Any
     """What the module itself had there before; None for the method of its class."""
@@ -27,10 +27,6 @@ class Announced:
 
 class Correction(Protocol):
     """What is added to one stored weight in every forward pass."""
-
-    def value(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """W + C for a whole weight W = `raw`, without gradient."""
-        ...
 
     def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
         """W + C for the weight W = `raw`; the gradient of W is that of W + C."""
@@ -70,12 +66,12 @@ def remove_conditioning(module: nn.Module) -> None:
     """Make one module what it was before it, or something in it, was conditioned; no parameter is touched."""
     for name, value in list(vars(module).items()):
         value = getattr(value, "__func__", value)  # bound by Accelerate
-        if isinstance(value, Announced):
+        if isinstance(value, InstanceOverride):
             del vars(module)[name]
             if value.replaced is not None:
                 vars(module)[name] = value.replaced
     if corrections_of(module):
-        del vars(module)[CORRECTIONS_ATTRIBUTE], vars(module)[PLACE_ATTRIBUTE]
+        del vars(module)[CORRECTIONS_ATTRIBUTE], vars(module)[SCOPE_ATTRIBUTE]
         module.__class__ = class_without_conditioning(type(module))
 
 

@@ -1,10 +1,11 @@
-"""The verbs `condition_`, `fold_` and `folded`."""
+"""The verbs `condition_`, `recondition_`, `fold_` and `folded`."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Iterator
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ from wellcond.attention.rollback import Rollback
 from wellcond.attention.sharding import (
     any_process,
     box_of,
+    find_ddp,
     is_distributed,
+    is_sharded,
     like,
     local_part,
     reshard_,
@@ -28,12 +31,13 @@ from wellcond.attention.sharding import (
     whole,
 )
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.conditioning import warnings as advice
 from wellcond.conditioning.attach import Attachment, attach, detach, readers_in
-from wellcond.conditioning.checkpoint import Marker, make_marker, mark, marker_of, taken_marker, unmark
-from wellcond.conditioning.corrections import AbstractCorrection, FrozenCorrection, SpectralCorrection
-from wellcond.conditioning.methods import METHODS, Method, per_projection
-from wellcond.errors import ConditioningError, UnknownChoiceError, WeightError
+from wellcond.conditioning.checkpoint import MARKER, make_marker, mark, read_settings, roots_in, settings_of, unmark
+from wellcond.conditioning.corrections import StoredCorrection, rows_of
+from wellcond.conditioning.methods import Correction, make_method
+from wellcond.errors import ConditioningError, NumericalWarning, WeightError
+
+LOGGER = logging.getLogger("wellcond")
 
 
 @torch.inference_mode(False)
@@ -52,10 +56,13 @@ def condition_(
     original weights only. Biases and W_O are not corrected. One extra state-dict entry marks the weights as raw. A
     failure of any kind, an interrupt included, leaves the model as it was.
 
+    `polar` and `balanced` are computed again in every forward pass. Where many passes use the same weights, as in
+    generating text, run them inside ``with wellcond.folded(model):``, which computes them once.
+
     Args:
         model: any model whose attention `find_attention` recognises.
-        method: ``identity`` (lam I), ``polar`` (condition number at most 2) or ``balanced`` (the same without
-            changing the largest singular value).
+        method: ``identity`` (lam I), ``polar`` (condition number at most 2), ``balanced`` (the same without changing
+            the largest singular value), or a name of `register_condition`, which may add learned parameters.
         sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``; all by default.
         projections: which of q, k, v.
         num_tokens: sequence length for the warning that lam saturates the softmax; by default what the model's learned
@@ -80,20 +87,35 @@ def condition_(
     theorems 3.5 and 3.8, arXiv 2603.07162.
     """
     given, model = model, unwrap(model)
+    correction, projections = make_method(method, options), choose_projections(projections)
     reshard_(model)
     rollback = Rollback(given)
     try:
-        _condition_(model, make_method(method, options), sites, choose_projections(projections), num_tokens)
+        found = _choose(model, sites, projections)
+        for text in correction.check(model, found, projections, num_tokens) if correction.check else ():
+            warnings.warn(text, NumericalWarning, stacklevel=3)  # torch's decorator is in between
+        if correction.learned:
+            _check_before_wrapping(given, correction)
+        attached = _condition_(model, correction, found, projections)
         update_buffers(given)
+        heads = sum(site.slots[role].num_heads for site in found for role in projections)
+        describe_change(f"condition_ {method!r} on {projections}", len(found), heads, attached)
     except BaseException:
         rollback.restore()
         raise
     return given
 
 
-def _condition_(
-    model: nn.Module, method: Method, sites: Chosen | None, projections: str, num_tokens: int | None
-) -> None:
+def describe_change(what: str, num_layers: int, num_heads: int | None, weights: list[Attachment]) -> None:
+    """Log one line (logger ``wellcond``, level INFO) that says what a verb did to a model."""
+    numbers = sum(owner.get_parameter(name).numel() for owner, name, _ in weights)
+    heads = "" if num_heads is None else f"{num_heads} heads of "
+    layers = f"{num_layers} attention layer{'' if num_layers == 1 else 's'}"
+    LOGGER.info("%s: %s%s, %d weights with %s numbers", what, heads, layers, len(weights), f"{numbers:,}")
+
+
+def _choose(model: nn.Module, sites: Chosen | None, projections: str) -> list[AttentionSite]:
+    """The attention layers to be conditioned, checked."""
     conditioned = [name for name, module in model.named_modules() if corrections_of(module)]
     if conditioned:
         raise ConditioningError(
@@ -102,33 +124,57 @@ def _condition_(
     found = choose_sites(model, sites)
     check_writable(model, found, projections, "wellcond.condition_")
     check_finite(found, projections)
-    by_weight = _by_weight(found, projections)
-    _advise(model, method, found, projections, num_tokens)
+    return found
 
+
+def _check_before_wrapping(model: nn.Module, correction: Correction) -> None:
+    """Learned parameters must be there when DistributedDataParallel or FSDP2 looks for parameters."""
+    if find_ddp(model) is not None or is_sharded(model):
+        raise ConditioningError(
+            f"{correction.name!r} adds learned parameters, which DistributedDataParallel or FSDP2 around this model "
+            "would not know of: call wellcond.condition_ before the model is wrapped"
+        )
+
+
+def _condition_(
+    model: nn.Module, correction: Correction, sites: list[AttentionSite], projections: str
+) -> list[Attachment]:
     # Everything that can fail is computed before the model is touched.
-    some = sites is not None and len(found) < len(find_attention(model, strict=False))
-    attachments: list[Attachment] = [(owner, name, method.build(parts)) for (owner, name), parts in by_weight.items()]
-    if method.frozen:
-        attachments = [(owner, name, _frozen(name, correction)) for owner, name, correction in attachments]
-    buffers = [
-        (owner, correction.buffer_name, correction.first(owner.get_parameter(name)))
-        for owner, name, correction in attachments
-        if isinstance(correction, FrozenCorrection)
+    attachments: list[Attachment] = [
+        (owner, name, correction.stored(name, parts)) for (owner, name), parts in _by_weight(sites, projections).items()
     ]
-    readers = _readers(model, found)
-    marker = make_marker(_call_text(method, projections, some), _settings(method, projections, found))
-    for owner, buffer_name, buffer in buffers:
-        owner.register_buffer(buffer_name, buffer)
+    states = [(owner, stored.first_state(owner.get_parameter(name))) for owner, name, stored in attachments]
+    names = [site.name for site in sites]
+    settings = {"method": correction.name, **(correction.settings or {}), "projections": projections, "sites": names}
+    marker, readers = make_marker(settings), _readers(model, sites)
+    for owner, state in states:
+        _keep_beside(owner, state)
     attach(model, attachments, readers)
-    mark(model, marker)
+    mark(model, settings, marker)
+    return attachments
 
 
-def recondition_(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
-    """Condition a model as `conditioning_of` (or a checkpoint's marker) says.
+def _keep_beside(owner: nn.Module, state: Mapping[str, Tensor]) -> None:
+    for name, value in state.items():
+        if isinstance(value, nn.Parameter):
+            owner.register_parameter(name, value)
+        else:
+            owner.register_buffer(name, value)
+
+
+def recondition_(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
+    """Condition a model as `conditioning_of` says, or as the state dict of a conditioned model does.
+
+    Args:
+        model: a plain model.
+        settings: what `conditioning_of(model)` returns, or a state dict with the key ``wellcond_conditioning``, which
+            can be loaded afterwards.
 
     Raises: as `condition_`; WeightError if the model lacks an attention that the settings name.
     """
     check_mapping("settings", settings)
+    if isinstance(settings.get(MARKER), Tensor):
+        settings = read_settings(settings[MARKER])
     lacking = [name for name in ("method", "projections", "sites") if name not in settings]
     if lacking:
         raise ValueError(f"settings: expected what conditioning_of(model) returns, found nothing under {lacking[0]!r}")
@@ -141,34 +187,18 @@ def recondition_(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
     return condition_(model, settings["method"], sites=chosen, projections=settings["projections"], **options)
 
 
-def make_method(method: str, options: dict[str, Any]) -> Method:
-    """Validate a method and its options.
-
-    Raises: UnknownChoiceError for either.
-    """
-    METHODS.check(method)
-    known = list(inspect.signature(METHODS[method]).parameters)
-    for name in options:
-        if name not in known:
-            raise UnknownChoiceError(f"option of {method!r}", name, known)
-    return METHODS[method](**options)
-
-
 def _by_weight(sites: list[AttentionSite], projections: str) -> dict[tuple[nn.Module, str], list[tuple[str, Slot]]]:
+    """For every stored weight, which projections it holds."""
     parts: dict[tuple[nn.Module, str], list[tuple[str, Slot]]] = {}
     for site in sites:
         for role in projections:
             slot = site.slots[role]
-            if slot.is_stacked:
-                raise WeightError(
-                    f"{site.name or 'the model itself'} ({role}): {type(slot.owner).__name__}.{slot.weight_name} is a "
-                    "stack of matrices; condition_ needs a matrix of its own, or rows of one. Nothing was changed"
-                )
             known = parts.setdefault((slot.owner, slot.weight_name), [])
-            if any(other == role and torch.equal(seen.rows, slot.rows) for other, seen in known):
+            rows = rows_of(slot)
+            if any(other == role and torch.equal(rows_of(seen), rows) for other, seen in known):
                 continue  # a projection that two attentions share is corrected once
-            taken = torch.cat([seen.rows.flatten() for _, seen in known]) if known else slot.rows.new_empty(0)
-            if bool(torch.isin(slot.rows, taken).any()):
+            taken = torch.cat([rows_of(seen).flatten() for _, seen in known]) if known else rows.new_empty(0)
+            if bool(torch.isin(rows, taken).any()):
                 raise WeightError(
                     f"{site.name} ({role}) shares rows of {type(slot.owner).__name__}.{slot.weight_name} with another "
                     "projection; leave one of them out with sites=... or projections=..."
@@ -178,64 +208,26 @@ def _by_weight(sites: list[AttentionSite], projections: str) -> dict[tuple[nn.Mo
 
 
 def _readers(model: nn.Module, sites: list[AttentionSite]) -> list[nn.Module]:
-    """The attentions and the modules that contain them, some of which read the weights of their attention."""
+    """The attention layers and the modules that contain them, some of which read the weights of their attention."""
     attentions = {id(site.module) for site in sites}
     return [m for m in model.modules() if {id(m), *map(id, m.children())} & attentions]
 
 
-def _frozen(name: str, correction: AbstractCorrection) -> FrozenCorrection:
-    assert isinstance(correction, SpectralCorrection)
-    return FrozenCorrection(f"{name}_wellcond_correction", correction)
-
-
-def _advise(
-    model: nn.Module, method: Method, sites: list[AttentionSite], projections: str, num_tokens: int | None
-) -> None:
-    if method.name != "identity":
-        advice.warn_if_degenerate(sites, projections)
-        return
-    lams = {role: lam if role in projections else 0.0 for role, lam in per_projection(method.settings["lam"]).items()}
-    _check_representable(sites, lams)
-    advice.warn_if_saturating(model, sites, lams, num_tokens)
-    advice.warn_if_rounded_away(sites, lams)
-
-
-def _check_representable(sites: list[AttentionSite], lams: dict[str, float]) -> None:
-    """Raise WeightError for a lam that is infinite in the type of a weight that it would be added to."""
-    for site in sites:
-        for role, lam in lams.items():
-            largest = torch.finfo(site.slots[role].parameter.dtype).max
-            if abs(lam) > largest:
-                raise WeightError(
-                    f"{site.name or 'the model itself'} ({role}): lam={lam:g} does not fit into its weights, which are "
-                    f"{site.slots[role].parameter.dtype} (at most {largest:.3g}); expected a smaller lam"
-                )
-
-
-def _settings(method: Method, projections: str, sites: list[AttentionSite]) -> dict[str, Any]:
-    return {
-        "method": method.name,
-        **method.settings,
-        "projections": projections,
-        "sites": [site.name for site in sites],
-    }
-
-
-def _call_text(method: Method, projections: str, some_sites: bool) -> str:
-    text = method.call()
-    extra = "" if projections == "qkv" else f", projections={projections!r}"
-    extra += ", sites=[…]" if some_sites else ""
-    return text[:-1] + extra + ")"
-
-
 @dataclass(frozen=True)
 class _Attached:
+    """A conditioned weight with its raw and effective numbers; of a sharded one, the shard of this rank."""
+
     owner: nn.Module
     name: str
-    correction: AbstractCorrection
+    correction: StoredCorrection
     raw: Tensor
     effective: Tensor
-    """Raw and effective weight; of a sharded one, the part of this rank."""
+
+    @property
+    def parameter(self) -> Tensor:
+        stored = self.owner._parameters[self.name]
+        assert stored is not None
+        return stored
 
 
 def fold_(model: nn.Module) -> nn.Module:
@@ -260,7 +252,10 @@ def fold_(model: nn.Module) -> nn.Module:
     reshard_(model)
     rollback = Rollback(model)
     try:
-        _fold_(model, _attached(model, rollback))
+        attached = _attached(model, rollback)
+        num_layers = sum(len((settings_of(root) or {})["sites"]) for _, root in roots_in(model))
+        _fold_(model, attached)
+        describe_change("fold_", num_layers, None, [(part.owner, part.name, part.correction) for part in attached])
     except BaseException:
         rollback.restore()
         raise
@@ -271,7 +266,7 @@ def _fold_(model: nn.Module, attached: list[_Attached]) -> None:
     bad = [part.name for part in attached if not _is_finite_everywhere(part)]
     if bad:
         raise WeightError(f"{bad[0]}: the effective weight has NaN or infinite entries; nothing was folded")
-    for root in [module for module in model.modules() if marker_of(module)]:
+    for _, root in roots_in(model):
         unmark(root)
     detach(model)
     _commit_(attached)
@@ -279,18 +274,19 @@ def _fold_(model: nn.Module, attached: list[_Attached]) -> None:
 
 
 def _is_finite_everywhere(part: _Attached) -> bool:
-    """Also in the parts of other processes: all of them fold, or none."""
-    finite, parameter = bool(torch.isfinite(part.effective).all()), part.owner._parameters[part.name]
-    assert parameter is not None
-    return not any_process(not finite, parameter) if is_distributed(parameter) else finite
+    """Also in the shards of other ranks: all of them fold, or none."""
+    finite = bool(torch.isfinite(part.effective).all())
+    return not any_process(not finite, part.parameter) if is_distributed(part.parameter) else finite
 
 
 @contextlib.contextmanager
 def folded(model: nn.Module) -> Iterator[nn.Module]:
-    """Within this context the model is plain and holds its effective weights, for export; then it is as before.
+    """Within this context the model is plain and holds its effective weights; then it is as before.
 
-    The raw weights come back bit for bit; what is done to the parameters inside is lost. What was taken from the model
-    inside, such as a state dict or an exported program, keeps the effective weights.
+    For an export in the middle of training, and for generating text: every correction is computed once, when the
+    context is entered, instead of once for each token. The raw weights come back bit for bit; what is done to the
+    parameters inside is lost. What was taken from the model inside, such as a state dict or an exported program, keeps
+    the effective weights.
 
     Raises: as `fold_`.
 
@@ -301,63 +297,66 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
         'MultiheadAttention'
     """
     check_model(model)
+    with torch.inference_mode(False):  # the parameters must be ordinary tensors, also for those who export inside
+        restore = _fold_for_now(model)
+    try:
+        yield model
+    finally:
+        with torch.inference_mode(False):
+            restore()
+
+
+def _fold_for_now(model: nn.Module) -> Any:
+    """Fold a model; returns the function that undoes it."""
     reshard_(model)
     rollback = Rollback(model)
     try:
         attached = _attached(model, rollback)
         roots = [
-            _Root(module, taken_marker(module), _attachments(module), readers_in(module))
-            for module in model.modules()
-            if marker_of(module)
+            (root, settings_of(root), root.get_buffer(MARKER), _attachments(root), readers_in(root))
+            for _, root in roots_in(model)
         ]
-        frozen = [dict(part.owner._buffers) for part in attached]
+        states = [part.correction.state_of(part.owner) for part in attached]
         _fold_(model, attached)
-        originals = [part.owner._parameters[part.name] for part in attached]
+        originals = [part.parameter for part in attached]
         # In parameters of their own: a state dict or an exported program that outlives the context keeps the weights.
         for part, original in zip(attached, originals, strict=True):
-            assert original is not None
             effective = like(original, part.effective) if is_distributed(original) else part.effective
             part.owner._parameters[part.name] = nn.Parameter(effective, original.requires_grad)
     except BaseException:
         rollback.restore()
         raise
-    try:
-        yield model
-    finally:
+
+    def restore() -> None:
         try:
-            reshard_(model)  # an evaluation inside may have left FSDP2's whole weights in place
-            for part, original, buffers in zip(attached, originals, frozen, strict=True):
-                _put_back_(part, original, buffers)
-            for root in roots:
-                attach(root.module, root.attachments, root.readers)
-                mark(root.module, root.marker)
+            reshard_(model)  # an evaluation inside may have left FSDP2's full weights in place
+            for part, original, state in zip(attached, originals, states, strict=True):
+                _put_back_(part, original, state)
+            for root, settings, marker, attachments, readers in roots:
+                assert settings is not None
+                attach(root, attachments, readers)
+                mark(root, settings, marker)
             update_buffers(model)
         except BaseException:
             rollback.restore()
             raise
 
-
-@dataclass(frozen=True)
-class _Root:
-    """A model that was conditioned as a whole, and what it takes to condition it again."""
-
-    module: nn.Module
-    marker: Marker
-    attachments: list[Attachment]
-    readers: list[nn.Module]
+    return restore
 
 
 @torch.no_grad()
-def _put_back_(part: _Attached, original: Tensor | None, buffers: dict[str, Tensor | None]) -> None:
-    """Give a weight its parameter, raw numbers and frozen correction again."""
-    now = part.owner._parameters[part.name]
-    assert isinstance(original, nn.Parameter) and now is not None
-    if (now.device, now.dtype) != (original.device, original.dtype):  # the model was moved inside
+def _put_back_(part: _Attached, original: Tensor, state: Mapping[str, Tensor]) -> None:
+    """Give a weight its parameter, its raw numbers, and what its correction keeps beside it."""
+    now = part.parameter
+    assert isinstance(original, nn.Parameter)
+    moved = (now.device, now.dtype) != (original.device, original.dtype)  # the model was converted inside
+    if moved:
         original.data = original.data.to(now.device, now.dtype)
+        for value in state.values():
+            value.data = value.data.to(now.device, now.dtype)
     part.owner._parameters[part.name] = original
     local_part(original).copy_(part.raw)
-    if isinstance(part.correction, FrozenCorrection):
-        part.owner.register_buffer(part.correction.buffer_name, buffers[part.correction.buffer_name])
+    _keep_beside(part.owner, state)
 
 
 def _attachments(model: nn.Module) -> list[Attachment]:
@@ -380,8 +379,7 @@ def _attached(model: nn.Module, rollback: Rollback) -> list[_Attached]:
     found = [_attached_weight(*attachment, rollback) for attachment in _attachments(model)]
     if not found:
         raise ConditioningError("this model is not conditioned: there is nothing to fold")
-    roots = [module for module in model.modules() if marker_of(module)]
-    inside = {id(part) for root in roots for part in root.modules()}
+    inside = {id(part) for _, root in roots_in(model) for part in root.modules()}
     if not all(id(part.owner) in inside for part in found):
         raise ConditioningError("this is a part of a conditioned model; fold the whole model that was conditioned")
     return found
@@ -389,7 +387,7 @@ def _attached(model: nn.Module, rollback: Rollback) -> list[_Attached]:
 
 def _check_tied_since(model: nn.Module) -> None:
     """Folding writes W + C; a layer that was given the same parameter after `condition_` uses W, and would change."""
-    conditioned = {id(module._parameters[name]): module for module, name, _ in _attachments(model)}
+    conditioned = {id(module._parameters[name]) for module, name, _ in _attachments(model)}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if id(parameter) in conditioned and name not in corrections_of(module):
@@ -399,7 +397,7 @@ def _check_tied_since(model: nn.Module) -> None:
                 )
 
 
-def _attached_weight(owner: nn.Module, name: str, correction: AbstractCorrection, rollback: Rollback) -> _Attached:
+def _attached_weight(owner: nn.Module, name: str, correction: StoredCorrection, rollback: Rollback) -> _Attached:
     parameter = owner._parameters[name]
     assert parameter is not None
     effective = correction.effective(owner, whole(parameter))
@@ -410,8 +408,7 @@ def _attached_weight(owner: nn.Module, name: str, correction: AbstractCorrection
 @torch.no_grad()
 def _commit_(attached: list[_Attached]) -> None:
     for part in attached:
-        if isinstance(part.correction, FrozenCorrection):
-            del part.owner._buffers[part.correction.buffer_name]
-        parameter = part.owner._parameters[part.name]
-        assert parameter is not None
-        local_part(parameter).copy_(part.effective)
+        for name in part.correction.state_names:
+            part.owner._buffers.pop(name, None)
+            part.owner._parameters.pop(name, None)
+        local_part(part.parameter).copy_(part.effective)

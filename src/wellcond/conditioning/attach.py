@@ -2,56 +2,207 @@
 
 The parameter stays where it is, under its own name, in `module._parameters`: optimisers, state dicts, DDP, `.to()` and
 `functional_call` see the plain, raw weight, and so does everybody who asks for `module.weight`, except a forward pass.
+So whatever writes to a weight (an optimiser, `nn.init`, `load_state_dict`, somebody's `.data.copy_`) writes to the
+parameter, and there is no copy that could get lost or go out of date.
+
 The class of a module that owns a conditioned weight is replaced by a subclass whose attribute of that name is a
-property: the parameter itself, or, while a forward is running, W + C. Every module around it, up to the model, gets a
-`forward` of its own that tells when it is running.
+property: the parameter itself, or, while a forward is running, W + C. Who reads as a part of a forward pass are the
+modules that use the weights: their owners, the attention layers, and the blocks around these, since
+nn.TransformerEncoderLayer reads the weights of its attention. Every module around a conditioned weight, up to the
+model, gets a `forward` of its own that opens a scope; the scope forgets everything when that forward returns.
+
+Within a pass, all weights of one kind are corrected as one batch, when the first of them is read: a model of twelve
+layers costs as many operations as one of one layer. The batch belongs to the smallest module that contains all
+conditioned weights and is running (a ViT, not the training step around it), so that weights which change between two
+calls of the model are never older than the call.
 
     attach(model, [(m, "weight", c)], []);  detach(model)   =>   classes, m._parameters and m.__dict__ are as before
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-import weakref
-from collections.abc import Iterable
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from types import CodeType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from wellcond.attention.effective import (
     CORRECTIONS_ATTRIBUTE,
-    PLACE_ATTRIBUTE,
     PLAIN_CLASS_ATTRIBUTE,
-    Announced,
+    SCOPE_ATTRIBUTE,
+    InstanceOverride,
     corrections_of,
+    is_conditioned,
     remove_conditioning,
 )
 from wellcond.attention.sharding import is_distributed
-from wellcond.conditioning.corrections import FOLD_FIRST, AbstractCorrection
-from wellcond.conditioning.effective_state import resume_in_trainer, save_pretrained
-from wellcond.conditioning.forward_pass import ForwardPass, Place
-from wellcond.conditioning.guards import refuse_merging, refuse_reparametrisation, reparametrised
-from wellcond.conditioning.tracing import recorded_weight
+from wellcond.conditioning.checkpoint import resume_in_trainer, save_pretrained
+from wellcond.conditioning.corrections import FOLD_FIRST, FollowingCorrection, StoredCorrection, straight_through
 from wellcond.errors import ConditioningError
+from wellcond.private import in_backward, is_sharded_by_fsdp, is_symbolic_tracing
 
-Attachment = tuple[nn.Module, str, AbstractCorrection]
+Attachment = tuple[nn.Module, str, StoredCorrection]
 
 
-class AnnouncedForward(Announced):
-    """The forward of a module around conditioned weights: the module's own, as a part of a pass."""
+@dataclass(frozen=True)
+class ReadScope:
+    """What the forward of one module around conditioned weights means for those who read them."""
 
-    def __init__(self, module: nn.Module, place: Place) -> None:
+    forward_pass: ForwardPass
+    has_all: bool
+    """Whether all conditioned weights of the model are below this module."""
+    reads: bool
+    """Whether its forward uses conditioned weights itself."""
+
+
+@dataclass
+class Computed:
+    """W + C of one weight, with what tells that it is of this weight."""
+
+    raw: Tensor
+    version: int | None
+    value: Tensor
+
+
+@dataclass
+class Frame:
+    """A forward that is running: its module, and the effective weights that were computed in it."""
+
+    scope: ReadScope
+    module: nn.Module
+    computed: dict[tuple[nn.Module, str], Computed] = field(default_factory=dict)
+    has_batch: bool = False
+
+
+class ForwardPass:
+    """The forward passes of one conditioned model that are running, in each thread."""
+
+    def __init__(self) -> None:
+        """Nothing is running."""
+        self.traced: list[Frame] = []
+        self.local = threading.local()
+
+    def __reduce__(self) -> tuple[type[ForwardPass], tuple[()]]:
+        """Copies and pickles have nothing running."""
+        return ForwardPass, ()
+
+    def frames(self) -> list[Frame]:
+        """The running forwards, outermost first: of this thread, or of the graph that is being traced."""
+        if torch.compiler.is_compiling():
+            return self.traced
+        if not hasattr(self.local, "frames"):
+            self.local.frames = []
+        return self.local.frames
+
+    def is_running(self) -> bool:
+        """Whether a weight that is read now is read by a forward pass, or by the repetition of one in a backward.
+
+        Activation checkpointing of a function that is no module repeats it in the backward pass with gradients enabled.
+        Gradient hooks run there with gradients disabled, and read the parameter; with `create_graph=True` the two
+        cannot be told apart, and a hook reads W + C as well.
+        """
+        if torch.compiler.is_compiling():
+            return True
+        # Between two graphs of one forward, what was traced tells what is running.
+        running = any(frame.scope.reads for frames in (self.frames(), self.traced) for frame in frames)
+        return running or (torch.is_grad_enabled() and in_backward())
+
+    @contextlib.contextmanager
+    def running(self, scope: ReadScope, module: nn.Module) -> Iterator[None]:
+        """The forward of `module` is running."""
+        if torch.compiler.is_exporting():  # what may be exported has nothing to compute in batches
+            yield
+            return
+        frames = self.frames()
+        frames.append(Frame(scope, module))
+        try:
+            yield
+        finally:
+            frames.pop()
+
+    def effective(self, module: nn.Module, name: str) -> Tensor:
+        """W + C of the weight `name` of `module`."""
+        raw = module._parameters[name]
+        assert raw is not None
+        correction = corrections_of(module)[name]
+        if is_distributed(raw) or not _is_batched(correction):
+            return correction.effective(module, raw)
+        frames = self.frames()
+        value = _find(frames, module, name, raw)
+        if value is None:
+            value = _compute(frames, module, name, raw)
+        return straight_through(raw, value)
+
+
+def _is_batched(correction: Any) -> bool:
+    return isinstance(correction, FollowingCorrection) and correction.is_batched
+
+
+def _find(frames: list[Frame], module: nn.Module, name: str, raw: Tensor) -> Tensor | None:
+    for frame in reversed(frames):
+        entry = frame.computed.get((module, name))
+        if entry is not None and entry.raw is raw and entry.version == _version(raw):
+            return entry.value
+    return None
+
+
+def _compute(frames: list[Frame], module: nn.Module, name: str, raw: Tensor) -> Tensor:
+    smallest = next((frame for frame in reversed(frames) if frame.scope.has_all), None)
+    if smallest is not None and not smallest.has_batch:
+        smallest.has_batch = True
+        _compute_all(smallest)
+        value = _find([smallest], module, name, raw)
+        if value is not None:
+            return value
+    correction: Any = corrections_of(module)[name]
+    value = correction.values([raw])[0]
+    if frames:
+        frames[-1].computed[module, name] = Computed(raw, _version(raw), value)
+    return value
+
+
+def _compute_all(frame: Frame) -> None:
+    """All weights whose correction can be computed in batches and that are whole now."""
+    kinds: dict[tuple[object, ...], list[tuple[nn.Module, str, Tensor, Any]]] = {}
+    for module in frame.module.modules():
+        for name, correction in corrections_of(module).items():
+            raw = module._parameters[name]
+            if _is_batched(correction) and raw is not None and not is_distributed(raw):
+                kinds.setdefault(correction.kind(raw), []).append((module, name, raw, correction))  # type: ignore[attr-defined]
+    for members in kinds.values():
+        values = members[0][3].values([weight for _, _, weight, _ in members])
+        for (module, name, weight, _), value in zip(members, values, strict=True):
+            frame.computed[module, name] = Computed(weight, _version(weight), value)
+
+
+def _version(raw: Tensor) -> int | None:
+    """How often a tensor was written to, as far as torch knows."""
+    return None if torch.compiler.is_compiling() or raw.is_inference() else raw._version
+
+
+class ScopedForward(InstanceOverride):
+    """The forward of a module around conditioned weights: the module's own, within a `ReadScope`."""
+
+    def __init__(self, module: nn.Module, scope: ReadScope) -> None:
         """In place of `module.forward`, which may be one that another library has put there."""
-        self.module, self.place, self.replaced = module, place, vars(module).get("forward")
+        self.module, self.scope, self.replaced = module, scope, vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own forward returns."""
         if args and args[0] is self.module:  # Accelerate takes every forward for a function, and binds it
             args = args[1:]
-        with self.place.forward_pass.running(self.place, self.module):
+        with self.scope.forward_pass.running(self.scope, self.module):
             if self.replaced is not None:
                 return self.replaced(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
@@ -72,7 +223,7 @@ class AnnouncedForward(Announced):
         raise AttributeError(f"a conditioned model cannot be scripted: {FOLD_FIRST}")
 
 
-class AnnouncedSaving(Announced):
+class EffectiveSave(InstanceOverride):
     """`save_pretrained` of a conditioned model of transformers: effective weights, so that any plain model can load."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -102,12 +253,12 @@ def attach(model: nn.Module, attachments: Iterable[Attachment], readers: Iterabl
     forward_pass = ForwardPass()
     for module in [module for module in model.modules() if below[id(module)]]:
         reads = id(module) in owners or id(module) in reading
-        place = Place(forward_pass, has_all=below[id(module)] == owners, reads=reads)
-        vars(module)["forward"] = AnnouncedForward(module, place)
+        scope = ReadScope(forward_pass, has_all=below[id(module)] == owners, reads=reads)
+        vars(module)["forward"] = ScopedForward(module, scope)
         if hasattr(module, "save_pretrained"):
-            vars(module)["save_pretrained"] = AnnouncedSaving(module)
+            vars(module)["save_pretrained"] = EffectiveSave(module)
         if id(module) in owners:
-            vars(module)[PLACE_ATTRIBUTE] = place
+            vars(module)[SCOPE_ATTRIBUTE] = scope
             module.__class__ = conditioned_class(type(module), tuple(sorted(corrections_of(module))))
 
 
@@ -128,7 +279,7 @@ def _owners_below(model: nn.Module, owners: set[int]) -> dict[int, set[int]]:
 def readers_in(model: nn.Module) -> list[nn.Module]:
     """The readers that `attach` was given."""
     forwards = [(module, vars(module).get("forward")) for module in model.modules()]
-    return [module for module, forward in forwards if isinstance(forward, AnnouncedForward) and forward.place.reads]
+    return [module for module, forward in forwards if isinstance(forward, ScopedForward) and forward.scope.reads]
 
 
 def detach(model: nn.Module) -> None:
@@ -143,33 +294,12 @@ _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """The subclass of `base` whose attributes `names` are effective weights in a forward pass; made once."""
     if (base, names) not in _CLASSES:
+        _refuse_adapters()
         _CLASSES[base, names] = _make_class(base, names)
     return _CLASSES[base, names]
 
 
 def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-
-    def weight(name: str) -> property:
-        def read(module: nn.Module) -> Tensor | Proxy | None:
-            if (recorded := recorded_weight(module, name)) is not None:
-                return recorded
-            raw = module._parameters[name]
-            forward_pass: ForwardPass = vars(module)[PLACE_ATTRIBUTE].forward_pass
-            if not forward_pass.is_running():
-                refuse_reparametrisation(name)
-                return raw
-            if raw is None or (is_distributed(raw) and is_sharded_by_fsdp(module, name)):
-                return raw
-            return forward_pass.effective(module, name)
-
-        def refuse_write(module: nn.Module, value: Any) -> None:
-            # Parameters never come here: `nn.Module.__setattr__` registers them.
-            raise ConditioningError(
-                f"a tensor was to be put in the place of a conditioned {name}, as nn.DataParallel and FSDP1 do; use "
-                "DistributedDataParallel (torchrun) or FSDP2 (fully_shard), or call wellcond.fold_(model) first"
-            )
-
-        return property(read, refuse_write)
 
     def reduce(module: nn.Module, protocol: Any) -> Any:
         # A class made at run time cannot be found by name: copies and pickles rebuild it.
@@ -177,13 +307,13 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
 
     def refuse_removal(module: nn.Module, name: str) -> None:
         if name in names:
-            raise reparametrised(name)
+            raise _reparametrised(name)
         base.__delattr__(module, name)
 
-    members: dict[str, Any] = {name: weight(name) for name in names}
+    members: dict[str, Any] = {name: _weight_property(name) for name in names}
     extra = {
         PLAIN_CLASS_ATTRIBUTE: base,
-        "base_layer": property(refuse_merging),
+        "parametrizations": property(lambda module: _Parametrizations(names)),
         "__delattr__": refuse_removal,
         "__reduce_ex__": reduce,
         "__module__": base.__module__,
@@ -191,29 +321,111 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     return type(f"Conditioned{base.__name__}", (base,), {**members, **extra})
 
 
-def is_sharded_by_fsdp(module: nn.Module, name: str) -> bool:
-    """Whether FSDP2 holds this parameter in shards just now.
-
-    Then no forward pass can be reading it, since FSDP puts the whole weight in its place for that: it is FSDP's own
-    book-keeping, which wants the parameter itself.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    # FSDP2 offers no public way from a parameter to its state.
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for held in list(_module_state_mapping.values()):
-        state = held() if isinstance(held, weakref.ref) else held
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for param in (p for group in groups if group is not None for p in group.fsdp_params):
-            places = [(param._module_info.module, param._module_info.param_name)]
-            places += zip(param._module_info.shared_modules, param._module_info.shared_param_names, strict=True)
-            if any(owner is module and own == name for owner, own in places):
-                return param.sharded_state.name == "SHARDED"
-    return False
-
-
 def rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     """An empty instance of `conditioned_class(base, names)`, for copy and pickle."""
     cls = conditioned_class(base, names)
     return cls.__new__(cls)
+
+
+def _weight_property(name: str) -> property:
+    def read(module: nn.Module) -> Tensor | Proxy | None:
+        recorded = recorded_weight(module, name)
+        if recorded is not None:
+            return recorded
+        if name not in module._parameters:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        raw = module._parameters[name]
+        forward_pass: ForwardPass = vars(module)[SCOPE_ATTRIBUTE].forward_pass
+        if raw is None or not forward_pass.is_running():
+            return raw
+        if is_distributed(raw) and not torch.compiler.is_compiling() and is_sharded_by_fsdp(module, name):
+            return raw
+        return forward_pass.effective(module, name)
+
+    def refuse_write(module: nn.Module, value: Any) -> None:
+        # Parameters never come here: `nn.Module.__setattr__` registers them.
+        raise ConditioningError(
+            f"{name} is conditioned and must stay a parameter of its module, and a tensor was to be put in its place. "
+            "Instead of nn.DataParallel and FSDP1, use DistributedDataParallel (torchrun) or FSDP2 (fully_shard). "
+            "Before pruning and torch.nn.utils.weight_norm call wellcond.fold_(model); weight_norm has taken the "
+            "parameter away by now, so build the model again."
+        )
+
+    return property(read, refuse_write)
+
+
+# What other libraries must not do to a conditioned weight is refused where they ask for it.
+
+
+class _Parametrizations(nn.ModuleDict):
+    """What torch's `register_parametrization` finds on a conditioned layer: the weight is computed already."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__({name: nn.Identity() for name in names})
+
+    def __getitem__(self, key: str) -> nn.Module:
+        raise _reparametrised(key)
+
+
+def _reparametrised(name: str) -> ConditioningError:
+    return ConditioningError(
+        f"{name} is conditioned and must stay a parameter of its module, so weight_norm, spectral_norm and other "
+        "parametrisations cannot be put on it; nothing was changed. Call wellcond.fold_(model) first, or leave the "
+        "attention out with sites=..."
+    )
+
+
+@functools.cache
+def _refuse_adapters() -> None:
+    """From now on, PEFT cannot put an adapter around a conditioned layer."""
+
+    def refuse(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        tuners = sys.modules.get("peft.tuners.tuners_utils")
+        if tuners is None or child is None or not isinstance(module, tuners.BaseTunerLayer):
+            return
+        if is_conditioned(child):
+            raise ConditioningError(
+                f"PEFT's {type(module).__name__} was to be put around a conditioned {type(child).__name__}: what the "
+                "adapter merges would change the correction too. Call wellcond.fold_(model) first: the adapter freezes "
+                "the weight, so that its correction is constant and training is the same."
+            )
+
+    register_module_module_registration_hook(refuse)
+
+
+# What torch.fx records where a module that it traces reads a conditioned weight. Symbolic tracing runs a forward once,
+# with stand-ins (proxies) for its tensors. A tensor that is computed meanwhile is stored in the graph as a constant: an
+# effective weight would be frozen there, and the weight that it was computed from would get no gradient. So the read
+# itself is recorded, and the graph computes W + C of the present weight whenever it runs:
+#
+#     blocks_0_attn_qkv = self.blocks.0.attn.qkv
+#     corrected_weight  = corrected_weight(blocks_0_attn_qkv, 'weight')
+
+
+def corrected_weight(module: nn.Module, name: str) -> Tensor | Proxy:
+    """W + C for the parameter W = `name` of `module`; W itself once the model was folded."""
+    recorded = recorded_weight(module, name)  # a graph is traced again when it is unpickled
+    if recorded is not None:
+        return recorded
+    raw, correction = module._parameters[name], corrections_of(module).get(name)
+    assert raw is not None
+    return raw if correction is None else correction.effective(module, raw)
+
+
+def recorded_weight(module: nn.Module, name: str) -> Proxy | None:
+    """The node of the effective weight in the graph that torch.fx is recording; None if it is not recording.
+
+    Raises: ConditioningError if the graph cannot refer to the module, and would keep the weight as a constant.
+    """
+    # make_fx and torch.export record operators on tensors: nothing is lost to them here.
+    if torch.compiler.is_compiling() or not is_symbolic_tracing() or get_proxy_mode() is not None:
+        return None
+    raw = nn.Module.__getattr__(module, name)  # which a tracer of torch.fx answers with a proxy
+    if not isinstance(raw, Proxy) or module is raw.tracer.root:  # type: ignore[attr-defined]
+        raise ConditioningError(
+            f"torch.fx is tracing a forward that reads the conditioned {name} of a {type(module).__name__}. Its graph "
+            "can refer to modules inside of the traced one only, and would keep the weight as a constant without "
+            "gradient. Trace a module that contains this one, or call wellcond.fold_(model) first, or trace inside "
+            "`with wellcond.folded(model):`"
+        )
+    return raw.tracer.create_proxy("call_function", corrected_weight, (module, name), {})

@@ -1,89 +1,53 @@
 """What a checkpoint of a conditioned model says, and what happens when it meets another model.
 
 The plain keys of a training checkpoint hold the raw weights, because that is what training resumes from. Raw weights
-without their correction are another model, so one more key marks them. It is a buffer of the conditioned model whose
-*name* is the line to run: a plain model that is given such a checkpoint reports the name as an unexpected key, and so
-tells its user what to do. Its value is the settings as JSON.
+without their correction are another model, so one more key marks them: the buffer `MARKER` of the conditioned model,
+whose value is the settings as JSON. A plain model that is given such a checkpoint reports it as an unexpected key.
+
+A checkpoint that every plain model can read (`save_pretrained`, Lightning) holds the effective weights W + C in the
+usual file. What training resumes from lies beside it in `RAW_FILE`: the raw W, the marker, and what corrections keep.
 
 | checkpoint | loaded into | result |
 |---|---|---|
 | raw, marked | same conditioning | resumes |
 | raw, marked | other conditioning | CheckpointMismatchError, nothing loaded |
-| raw, marked | plain model | torch's error; the unexpected key is the line to run |
+| raw, marked | plain model | torch's error names the unexpected key; `recondition_(model, state_dict)` first |
 | effective, with a file of raw ones | plain model | effective weights; the file is not looked at |
-| effective, with a file of raw ones | conditioned model | as raw, marked (`wellcond.conditioning.effective_state`) |
+| effective, with a file of raw ones | conditioned model | as raw, marked |
 | plain | conditioned model | weights are taken as raw (as if loaded first, then conditioned); CheckpointWarning |
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.effective import SETTINGS_ATTRIBUTE, corrections_of
-from wellcond.attention.sharding import local_part
-from wellcond.conditioning.corrections import FrozenCorrection
+from wellcond.attention.effective import SETTINGS_ATTRIBUTE, corrections_of, is_conditioned
+from wellcond.attention.sharding import is_sharded, local_part
 from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightError
+from wellcond.files import opened_atomically
+from wellcond.private import wrap_loading_of_trainer
 
-PREFIX = "wellcond: "
+MARKER = "wellcond_conditioning"
+"""Name of the buffer that marks raw weights."""
+RAW_FILE = "wellcond_raw.safetensors"
+HOOK_ATTRIBUTE = "_wellcond_load_hook"
 RESUMED: ContextVar[Mapping[str, Tensor] | None] = ContextVar("RESUMED", default=None)
 """Raw weights and marker that belong to the effective weights which are being loaded."""
-ATTRIBUTE = "_wellcond_marker"
 
 
-@dataclass(frozen=True)
-class Marker:
-    """A buffer that marks raw weights: its name, its value, and the settings that the value spells."""
-
-    name: str
-    value: Tensor
-    settings: dict[str, Any]
-
-
-def make_marker(call: str, settings: dict[str, Any]) -> Marker:
-    """The marker for a model that was conditioned by `call`."""
-    text = json.dumps(settings, sort_keys=True).encode()
-    return Marker(f"{PREFIX}load this after {call}", torch.tensor(list(text), dtype=torch.uint8), settings)
-
-
-def taken_marker(model: nn.Module) -> Marker:
-    """The marker of a model that has one, to be given back to it later."""
-    name = model.__dict__[ATTRIBUTE]
-    return Marker(name, model.get_buffer(name), model.__dict__[SETTINGS_ATTRIBUTE])
-
-
-def mark(model: nn.Module, marker: Marker) -> None:
-    """Give a conditioned model its marker and its load hook."""
-    model.register_buffer(marker.name, marker.value)
-    # The buffer is for checkpoints; averages over whole state dicts (EMA) may spoil its value, so this is what counts.
-    model.__dict__[ATTRIBUTE], model.__dict__[SETTINGS_ATTRIBUTE] = marker.name, marker.settings
-    model.register_load_state_dict_pre_hook(check_incoming)
-
-
-def unmark(model: nn.Module) -> None:
-    """Undo `mark`."""
-    del model._buffers[model.__dict__.pop(ATTRIBUTE)]
-    del model.__dict__[SETTINGS_ATTRIBUTE]
-    hooks = model._load_state_dict_pre_hooks
-    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is check_incoming]:
-        del hooks[key]
-
-
-def marker_of(model: nn.Module) -> str | None:
-    """Name of the model's marker, if it was conditioned as a whole."""
-    return model.__dict__.get(ATTRIBUTE)
-
-
-def settings_of(model: nn.Module) -> dict[str, Any] | None:
-    """Settings of a model that was conditioned as a whole."""
-    return model.__dict__.get(SETTINGS_ATTRIBUTE)
+def make_marker(settings: Mapping[str, Any]) -> Tensor:
+    """The value of the marker: characters as floating point numbers, which survive averages over state dicts (EMA)."""
+    return torch.tensor(list(json.dumps(settings, sort_keys=True).encode()), dtype=torch.float32)
 
 
 def read_settings(marker: Tensor) -> dict[str, Any]:
@@ -92,20 +56,39 @@ def read_settings(marker: Tensor) -> dict[str, Any]:
     Raises: WeightError if it was spoilt.
     """
     try:
-        settings = json.loads(bytes(marker.cpu().tolist()))
+        settings = json.loads(bytes(marker.detach().cpu().double().round().long().tolist()))
         if not isinstance(settings, dict) or not {"method", "projections", "sites"} <= settings.keys():
             raise ValueError("expected method, projections and sites")
         return settings
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise WeightError(
             "the checkpoint's wellcond marker is not readable (averaged with other weights?); condition a model as the "
-            "marker's name says, then load into it"
+            "first one was, and load the checkpoint without its key that ends in 'wellcond_conditioning'"
         ) from error
 
 
-def find_markers(state_dict: dict[str, Tensor], prefix: str = "") -> list[str]:
-    """Keys of a state dict that mark raw weights."""
-    return [key for key in state_dict if key.startswith(prefix + PREFIX)]
+def mark(model: nn.Module, settings: dict[str, Any], marker: Tensor) -> None:
+    """Give a conditioned model its marker and its load hook."""
+    model.register_buffer(MARKER, marker)
+    # The buffer is for checkpoints; somebody may spoil its value, so the settings here are what counts.
+    model.__dict__[SETTINGS_ATTRIBUTE] = settings
+    model.__dict__[HOOK_ATTRIBUTE] = model.register_load_state_dict_pre_hook(check_incoming)
+
+
+def unmark(model: nn.Module) -> None:
+    """Undo `mark`."""
+    del model._buffers[MARKER], model.__dict__[SETTINGS_ATTRIBUTE]
+    model.__dict__.pop(HOOK_ATTRIBUTE).remove()
+
+
+def settings_of(model: nn.Module) -> dict[str, Any] | None:
+    """Settings of a model that was conditioned as a whole."""
+    return model.__dict__.get(SETTINGS_ATTRIBUTE)
+
+
+def roots_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module of a model that was conditioned as a whole, with its path."""
+    return [(path, module) for path, module in model.named_modules() if settings_of(module) is not None]
 
 
 def check_incoming(
@@ -115,24 +98,14 @@ def check_incoming(
 
     Raises: CheckpointMismatchError if the checkpoint was made under other settings.
     """
-    own = marker_of(module)
-    assert own is not None
-    own_marker = module._buffers[own]
-    assert own_marker is not None
+    ours, key = settings_of(module), prefix + MARKER
     _take_raw(module, state_dict, prefix)
-    if _is_filled_in(module, state_dict, prefix, own):
-        del state_dict[prefix + own]
-    found = find_markers(state_dict, prefix)
-    for key in found:
-        ours = settings_of(module)
-        try:
-            theirs: dict[str, Any] | None = read_settings(state_dict[key])
-        except WeightError:
-            if key != prefix + own:
-                raise
-            theirs = ours  # the name agrees; only the value was spoilt
-        state_dict.pop(key)
-        state_dict[prefix + own] = own_marker
+    if _is_filled_in(module, state_dict, prefix):
+        del state_dict[key]
+    found = state_dict.get(key)
+    theirs = None if found is None else read_settings(found)
+    state_dict[key] = module.get_buffer(MARKER)
+    if theirs is not None:
         if theirs != ours:
             where = f"nothing was loaded into {prefix}" if prefix else "nothing was loaded"
             raise CheckpointMismatchError(
@@ -140,17 +113,21 @@ def check_incoming(
                 f"  expected (this model): {ours}\n  got (the checkpoint):  {theirs}\n"
                 "  Call wellcond.fold_(model), or rebuild it, and condition it as the checkpoint says."
             )
-    if found:
         return
-    state_dict[prefix + own] = own_marker
-    if _fill_in_frozen(module, state_dict, prefix):
+    if _fill_in_state(module, state_dict, prefix):
         warnings.warn(
             "loading a plain checkpoint into a conditioned model: its weights are taken as raw weights, to which the "
-            f"correction is added ({own.removeprefix(PREFIX)}). A folded checkpoint already contains it: "
-            "load that one into a plain model.",
+            f"correction is added ({ours}). A folded checkpoint already contains it: load that one into a plain model.",
             CheckpointWarning,
-            stacklevel=6,
+            stacklevel=2,
         )
+
+
+def _corrected(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Path, module, name and correction of every conditioned weight."""
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for weight_name, correction in corrections_of(module).items():
+            yield (f"{prefix}{module_name}." if module_name else prefix), module, weight_name, correction
 
 
 def _take_raw(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> None:
@@ -158,30 +135,25 @@ def _take_raw(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> N
 
     Raises: CheckpointMismatchError if they are not those of these effective weights.
     """
-    raw = RESUMED.get()
-    if raw is None or find_markers(state_dict, prefix):
+    raw, marker = RESUMED.get(), prefix + MARKER
+    if raw is None or marker in state_dict:
         return
-    same = prefix + str(marker_of(model)) in raw  # else what is to be loaded is refused
-    weights = {path + name: (module, name) for path, module, name in _corrected(model, prefix)}
+    same = marker in raw and read_settings(raw[marker]) == settings_of(model)  # else what is to be loaded is refused
+    weights = {path + name: (path, correction) for path, _module, name, correction in _corrected(model, prefix)}
     for key, value in raw.items():
         if not key.startswith(prefix):
             continue
         if key in weights and key not in state_dict:
             continue  # in another file of this checkpoint
         if key in weights and same:
-            _check_belongs(*weights[key], value, state_dict[key], key, raw)
+            path, correction = weights[key]
+            kept = {name: raw[path + name] for name in correction.state_names}
+            _check_belongs(key, correction.value(value, kept).detach(), state_dict[key])
         state_dict[key] = value
 
 
-def _check_belongs(
-    module: nn.Module, name: str, raw: Tensor, effective: Tensor, key: str, everything: Mapping[str, Tensor]
-) -> None:
+def _check_belongs(key: str, computed: Tensor, effective: Tensor) -> None:
     """Raise unless W + C of a raw weight is the effective one: the two files may be of different times."""
-    correction = corrections_of(module)[name]
-    if isinstance(correction, FrozenCorrection):
-        computed = raw + everything[key.removesuffix(name) + correction.buffer_name]
-    else:
-        computed = correction.value(module, raw)
     difference = (computed - effective.to(computed)).abs().max()
     if not bool(difference <= 0.01 * computed.abs().max()):
         raise CheckpointMismatchError(
@@ -191,16 +163,16 @@ def _check_belongs(
         )
 
 
-def _is_filled_in(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, own: str) -> bool:
+def _is_filled_in(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> bool:
     """Whether the marker is the model's own while the weights are not.
 
     torch's distributed checkpoint fills what a checkpoint lacks with what the model has, which says nothing about the
     checkpoint.
     """
-    marker, own_marker = state_dict.get(prefix + own), model._buffers[own]
-    if marker is None or own_marker is None or not _same_memory(marker, own_marker):
+    marker = state_dict.get(prefix + MARKER)
+    if marker is None or not _same_memory(marker, model.get_buffer(MARKER)):
         return False
-    for path, module, name in _corrected(model, prefix):
+    for path, module, name, _correction in _corrected(model, prefix):
         weight, stored = state_dict.get(path + name), module._parameters[name]
         if weight is not None and stored is not None and not _same_memory(weight, stored):
             return True
@@ -208,24 +180,136 @@ def _is_filled_in(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, 
 
 
 def _same_memory(first: Tensor, second: Tensor) -> bool:
-    return first is second or local_part(first).data_ptr() == local_part(second).data_ptr()
+    first, second = local_part(first), local_part(second)
+    if first is second or first.is_meta or second.is_meta:  # meta tensors have no memory to compare
+        return first is second
+    return first.data_ptr() == second.data_ptr()
 
 
-def _corrected(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """Path, module and name of every conditioned weight."""
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for weight_name in corrections_of(module):
-            yield (f"{prefix}{module_name}." if module_name else prefix), module, weight_name
-
-
-def _fill_in_frozen(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> bool:
-    """Add what a plain checkpoint lacks; True if it holds any conditioned weight."""
+def _fill_in_state(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> bool:
+    """Add what corrections keep beside the weights of a plain checkpoint; True if it holds any conditioned weight."""
     touched = False
-    for path, module, weight_name in _corrected(model, prefix):
-        weight, correction = state_dict.get(path + weight_name), corrections_of(module)[weight_name]
-        if weight is None:
-            continue
-        touched = True
-        if isinstance(correction, FrozenCorrection):
-            state_dict[path + correction.buffer_name] = correction.first(weight)
+    for path, _module, name, correction in _corrected(model, prefix):
+        weight = state_dict.get(path + name)
+        if weight is not None:
+            touched = True
+            first = correction.first_state(weight)
+            state_dict.update({path + kept: value.detach() for kept, value in first.items()})
     return touched
+
+
+@torch.no_grad()
+def split_state(
+    model: nn.Module, state: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The plain state dict with the effective weights, and those entries of the model's own in which it differs.
+
+    Args:
+        model: a model that is conditioned, as a whole or in parts; of a plain one, the second dict is empty.
+        state: its state dict, if it was gathered already.
+
+    Example:
+        >>> from wellcond import condition_
+        >>> model = condition_(nn.MultiheadAttention(8, 2), "polar")
+        >>> plain, raw = split_state(model)
+        >>> torch.equal(raw["in_proj_weight"], model.in_proj_weight)
+        True
+        >>> bool(torch.linalg.cond(plain["in_proj_weight"].reshape(6, 4, 8)).max() <= 2.001)
+        True
+    """
+    plain = dict(model.state_dict() if state is None else state)
+    own: dict[str, Tensor] = {}
+    for root_name, root in roots_in(model):
+        prefix = f"{root_name}." if root_name else ""
+        # Whoever saves may have left out what is no parameter.
+        own[prefix + MARKER] = plain.pop(prefix + MARKER, root.get_buffer(MARKER))
+        effective: dict[tuple[int, str], Tensor] = {}
+        for path, module, name, correction in _corrected(root, prefix):
+            if path + name not in plain:
+                continue  # a shared weight that was stored under another name
+            raw = own[path + name] = plain[path + name]
+            kept = {key: plain.pop(path + key, value) for key, value in correction.state_of(module).items()}
+            own.update({path + key: value for key, value in kept.items()})
+            if (id(module), name) not in effective:
+                effective[id(module), name] = correction.apply(raw, kept)
+            plain[path + name] = effective[id(module), name]
+    return plain, own
+
+
+def save_pretrained(
+    model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
+) -> Any:
+    """`save_pretrained` of a model of transformers: effective weights, and beside them what it takes to resume."""
+    # Trainer resumes with load_state_dict, so keys must be the names in the model. By default, transformers 5 writes
+    # those of older versions where they differ (ViT), and Trainer then resumes from weights that were not loaded.
+    options.setdefault("save_original_format", False)
+    raw: dict[str, Tensor] = {}
+    if is_conditioned(model):
+        state_dict, raw = split_state(model, state_dict)
+    if is_main_process:
+        write_raw(Path(save_directory), raw)
+    return type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **options)
+
+
+def write_raw(folder: Path, raw: Mapping[str, Tensor]) -> None:
+    """Write what training resumes from into the folder of a checkpoint; with nothing to write, remove what is there."""
+    if not raw:
+        (folder / RAW_FILE).unlink(missing_ok=True)
+        return
+    import safetensors.torch  # which transformers needs as well
+
+    folder.mkdir(parents=True, exist_ok=True)
+    # A weight under two names is stored twice: safetensors takes no memory that is shared.
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in raw.items()}
+    with opened_atomically(folder / RAW_FILE) as file:
+        file.write(safetensors.torch.save(tensors, {"format": "pt"}))
+
+
+def read_raw(folder: str | os.PathLike[str]) -> dict[str, Tensor] | None:
+    """What `write_raw` wrote into a folder; None if there is nothing.
+
+    Raises: WeightError if the file is damaged.
+    """
+    path = Path(folder, RAW_FILE)
+    if not path.is_file():
+        return None
+    import safetensors.torch
+
+    try:
+        return safetensors.torch.load_file(path)
+    except Exception as error:
+        raise WeightError(
+            f"{path} is damaged ({error}); copy the checkpoint again. The effective weights are in another file: load "
+            "them into a plain model to train on from these"
+        ) from error
+
+
+@contextlib.contextmanager
+def resuming_from(folder: str | os.PathLike[str], model: nn.Module) -> Iterator[None]:
+    """Within this context, a conditioned model that loads the checkpoint in a folder takes its raw weights.
+
+    Raises: CheckpointMismatchError if the checkpoint is that of a conditioned model and this one is plain.
+    """
+    # Files of a sharded model hold raw weights and the marker.
+    raw = None if is_sharded(model) else read_raw(folder)
+    if raw is not None and not is_conditioned(model):
+        raise CheckpointMismatchError(
+            "training resumes from a checkpoint of another conditioning; nothing was loaded.\n"
+            f"  expected (the checkpoint): raw weights of a conditioned model, in {Path(folder, RAW_FILE)}\n"
+            "  got (this model):          a plain model\n"
+            "  Condition the model as the first one was. To train a plain model from the effective weights, load them "
+            "with from_pretrained and begin a new run."
+        )
+    token = RESUMED.set(raw)
+    try:
+        yield
+    finally:
+        RESUMED.reset(token)
+
+
+def resume_in_trainer() -> None:
+    """Let the Trainer of transformers, where it is imported, take raw weights from beside the checkpoint that it loads.
+
+    Trainer reads the files of a checkpoint itself and hands the model a state dict; only Trainer knows the folder.
+    """
+    wrap_loading_of_trainer(resuming_from)

@@ -1,36 +1,39 @@
-"""One correction of one stored weight: what is added to it in every forward pass.
+"""The correction of one stored weight: what a forward pass uses in its place.
 
-A stored weight may hold several projections (fused q, k, v), so a correction consists of parts, one per projection,
-each acting on its own rows. The effective weight is W + C; C carries no gradient, so the gradient of W is that of the
-effective weight, unchanged. Every C is a function of the present weight alone: nothing is remembered, so nothing can be
-out of date, and a compiled graph or a CUDA graph contains all of it.
+A stored weight may hold several projections (fused q, k, v; a bank of matrices), so a correction acts on some rows of
+it. There are three kinds. A *fixed* one adds lam to a few entries. A *following* one is a function of the present
+weight, computed in every forward pass: nothing is remembered, so nothing can be out of date, and a compiled graph or a
+CUDA graph contains all of it. A *frozen* one keeps the first C of a following one as a buffer of the module.
 
-Under tensor parallelism each rank corrects the part of the weight that it stores. What FSDP2 shards is whole while a
-forward pass reads it, and needs nothing here.
+    effective(module, W) = W + C        gradient of W = gradient of W + C, unless the correction brings its own
+
+Under tensor parallelism each rank corrects the shard that it stores. What FSDP2 shards is whole while a forward pass
+reads it, and needs nothing here; a frozen C is a buffer, which FSDP2 keeps whole on every rank.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from wellcond.attention.sharding import Box, box_of, is_distributed, like, local_part, whole
 from wellcond.attention.site import Slot
 from wellcond.errors import ConditioningError
-from wellcond.linalg.polar_express import mix_with_polar
+from wellcond.private import in_forward_mode, is_functorch_tensor
 
 FOLD_FIRST = "call wellcond.fold_(model) first, or do it inside `with wellcond.folded(model):`"
 FOLLOWS = (
     "a model whose correction follows its weights would compute it in every call of the exported program; " + FOLD_FIRST
 )
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
+Correct = Callable[..., Tensor]
+"""Matrices (count, rows, in) of a weight to those that a forward pass uses; learned tensors come as keywords."""
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -73,112 +76,149 @@ def straight_through(raw: Tensor, value: Tensor) -> Tensor:
     """`value` as if it were `raw` plus a constant."""
     if torch.compiler.is_compiling():
         return _StraightThrough.apply(raw, value) if torch.is_grad_enabled() else value
-    if get_proxy_mode() is not None and not torch._C._functorch.is_functorch_wrapped_tensor(raw):
+    if get_proxy_mode() is not None and not is_functorch_tensor(raw):
         return _recorded_straight_through(raw, value)  # whoever differentiates does so after it was recorded
-    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+    if not torch.is_grad_enabled() and not in_forward_mode():
         return value
     return _StraightThroughForward.apply(raw, value)
 
 
-class AbstractCorrection(ABC):
-    """A correction says what the effective weight is; how gradients and ranks see it is the same for all."""
+@dataclass(frozen=True)
+class MatrixView:
+    """How a stored tensor is read as one matrix (rows, in): the matrices of a stack one below the other."""
 
-    is_fixed = False
-    """Whether C does not depend on the weight: then W + C is differentiated as it is written."""
+    transposed: bool
+    stack: tuple[int, int, int] | None
+    """Shape of a stack of matrices; None for a single one, a Linear, Conv1D or 1x1 convolution."""
+
+    def matrices(self, stored: Tensor) -> Tensor:
+        """(count, *shape of the weight) to (count, rows, in)."""
+        if self.stack is None:
+            return stored.mT if self.transposed else stored.flatten(2)
+        stack = stored.reshape(len(stored), *self.stack)
+        return (stack.mT if self.transposed else stack).flatten(1, 2)
+
+    def stored(self, matrices: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse of `matrices`."""
+        if self.stack is None:
+            return matrices.mT if self.transposed else matrices.view(shape)
+        stack = matrices.unflatten(1, (self.stack[0], -1))
+        return (stack.mT if self.transposed else stack).reshape(shape)
+
+    def position(self, rows: Tensor, columns: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+        """Where entries of the matrix lie in the stored tensor, on each of its axes."""
+        _, first, second = self.stack or (1, shape[0], math.prod(shape[1:]))
+        height = second if self.transposed else first
+        number, row = rows // height, rows % height
+        if self.transposed:
+            row, columns = columns, row
+        axes = torch.unravel_index((number * first + row) * second + columns, tuple(shape))
+        return tuple(axis.clone() for axis in axes)  # not views of one tensor, which torch.export.save refuses
+
+
+def view_of(slot: Slot) -> MatrixView:
+    """How the weight of a slot is read as one matrix."""
+    if not slot.is_stacked:
+        return MatrixView(slot.transposed, None)
+    return MatrixView(slot.transposed, tuple(slot.view or slot.parameter.shape))  # type: ignore[arg-type]
+
+
+def rows_of(slot: Slot) -> Tensor:
+    """Rows (heads, head_dim) of a slot in the matrix of its `view_of`."""
+    if slot.by_head:
+        return torch.arange(slot.num_heads * slot.head_dim).view(slot.num_heads, slot.head_dim)
+    return slot.rows + (slot.index or 0) * slot.out_features
+
+
+class StoredCorrection(ABC):
+    """The correction of one stored weight; how gradients and ranks see it is the same for all."""
+
+    differentiable = True
+    """Whether `value` is differentiated as it is computed; otherwise the gradient of W is that of W + C."""
+    state_names: tuple[str, ...] = ()
+    """Buffers and parameters that it keeps beside the weight."""
 
     @abstractmethod
-    def value(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """W + C for a whole weight; without gradient unless C is fixed."""
+    def value(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """W + C for a full weight W and what is kept beside it."""
 
     @abstractmethod
-    def part(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """The part of W + C that this rank stores of a distributed weight; without gradient unless C is fixed."""
+    def shard(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """The part of W + C that this rank stores of a distributed weight."""
+
+    def first_state(self, raw: Tensor) -> dict[str, Tensor]:
+        """What is kept beside a weight from the beginning: buffers, or parameters that are trained with it."""
+        return {}
+
+    def state_of(self, module: nn.Module) -> dict[str, Tensor]:
+        """What a module keeps beside its weight."""
+        kept = {**module._buffers, **module._parameters} if self.state_names else {}
+        return {name: kept[name] for name in self.state_names}  # type: ignore[misc]
 
     def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """W + C; the gradient of W is that of W + C."""
+        """The weight that a forward pass uses, with its gradient; distributed as `raw` is."""
+        return self.apply(raw, self.state_of(module))
+
+    def apply(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """As `effective`, with what is kept beside the weight given."""
         if not is_distributed(raw):
-            value = self.value(module, raw)
-            return value if self.is_fixed else straight_through(raw, value)
-        stored, part = local_part(raw), self.part(module, raw)
-        return like(raw, part if self.is_fixed else straight_through(stored, part))
+            value = self.value(raw, state)
+            return value if self.differentiable else straight_through(raw, value)
+        shard = self.shard(raw, state)
+        return like(raw, shard if self.differentiable else straight_through(local_part(raw), shard))
 
 
-@dataclass(frozen=True)
-class IdentityPart:
-    """lam times the rectangular identity on one projection."""
+class FixedCorrection(StoredCorrection):
+    """C = lam I on some projections: a few entries of a copy of the weight; nothing of the weight's size is stored."""
 
-    slot: Slot
-    lam: float
-    layout: str
-
-    def entries(self) -> tuple[Tensor, Tensor]:
-        """Rows and columns, in the matrix (out, in), of the ones of the identity.
-
-        ``joint`` places one identity on all heads stacked, so that head k reads coordinates kd..(k+1)d; ``per_head``
-        the same identity in each head.
-        """
-        num_heads, head_dim = self.slot.rows.shape
-        columns = torch.arange(num_heads * head_dim).reshape(num_heads, head_dim)
-        if self.layout == "per_head":
-            columns = torch.arange(head_dim).expand(num_heads, -1)
-        inside = columns < self.slot.in_features
-        return self.slot.rows[inside], columns[inside]
-
-
-class IdentityCorrection(AbstractCorrection):
-    """C = lam I: a few entries added to a copy of the weight; nothing of the weight's size is stored."""
-
-    is_fixed = True
-
-    def __init__(self, parts: list[IdentityPart]) -> None:
-        """Collect the entries of all parts."""
-        self.shape = tuple(parts[0].slot.parameter.shape)
-        entries = [part.entries() for part in parts]
-        rows, columns = (torch.cat(positions) for positions in zip(*entries, strict=True))
-        self.entries = (columns, rows) if parts[0].slot.transposed else (rows, columns)
-        lams = [torch.full(r.shape, p.lam, dtype=torch.float64) for p, (r, _) in zip(parts, entries, strict=True)]
+    def __init__(self, parts: Sequence[tuple[Slot, float]], layout: str) -> None:
+        """``joint`` puts one identity on all heads stacked, ``per_head`` the same one in each head."""
+        slot = parts[0][0]
+        self.shape = tuple(slot.parameter.shape)
+        rows, columns, lams = [], [], []
+        for part, lam in parts:
+            table = torch.arange(part.num_heads * part.head_dim).view(part.num_heads, part.head_dim)
+            if layout == "per_head":
+                table = torch.arange(part.head_dim).expand(part.num_heads, -1)
+            inside = table < part.in_features
+            rows.append(rows_of(part)[inside])
+            columns.append(table[inside])
+            lams.append(torch.full(rows[-1].shape, lam, dtype=torch.float64))
+        self.position = view_of(slot).position(torch.cat(rows), torch.cat(columns), self.shape)
         self.lams = torch.cat(lams)
-        self.placed: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
-        self._entries(parts[0].slot.parameter, None)  # a graph that is traced now would be traced again after it
+        self.placed: dict[object, tuple[tuple[Tensor, ...], Tensor]] = {}
+        self._entries(slot.parameter, None)  # filled before torch.compile traces, else it recompiles
 
-    def value(self, module: nn.Module, raw: Tensor) -> Tensor:
+    def value(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """The weight with lam added on its diagonals."""
         return self._add(raw, None)
 
-    def part(self, module: nn.Module, raw: Tensor) -> Tensor:
+    def shard(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """The entries that lie in this rank's part."""
         return self._add(local_part(raw), box_of(raw, self.shape))
 
     def _add(self, stored: Tensor, box: Box | None) -> Tensor:
-        first, second, lams = self._entries(stored, box)
-        matrix = stored if stored.dim() == 2 else stored.view(stored.shape[0], -1)
-        return torch.index_put(matrix, (first, second), lams, accumulate=True).view_as(stored)
+        position, lams = self._entries(stored, box)
+        return torch.index_put(stored, position, lams, accumulate=True)
 
-    def _entries(self, stored: Tensor, box: Box | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions and values in the part `box` of the weight, on its device; kept, since finding them waits."""
+    def _entries(self, stored: Tensor, box: Box | None) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Positions and values in the part `box` of the weight; cached, since computing them waits for the device."""
         key = (box, stored.device, stored.dtype)
         if key not in self.placed:
             with torch.inference_mode(False):
-                (first, second), lams = self.entries, self.lams
+                position, lams = self.position, self.lams
                 if box is not None:
-                    held = box.inside(first, 0) & box.inside(second, 1)
-                    first, second, lams = first[held] - box.offsets[0], second[held] - box.offsets[1], lams[held]
-                device = stored.device
-                self.placed[key] = (first.to(device), second.to(device), lams.to(stored.dtype).to(device))
+                    held = torch.stack([box.inside(at, axis) for axis, at in enumerate(position)]).all(0)
+                    position = tuple(at[held] - first for at, first in zip(position, box.offsets, strict=True))
+                    lams = lams[held]
+                on_device = tuple(at.to(stored.device) for at in position)
+                self.placed[key] = on_device, lams.to(stored.dtype).to(stored.device)
         return self.placed[key]
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """W + C = keep W + share sigma_1(W) U V^T for W = U S V^T: what polar and balanced corrections amount to."""
-
-    keep: float
-    share: float
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Matrices of one shape inside a stored weight: the rows of each, on its output axis."""
+class Matrices:
+    """Matrices of equal height inside a weight: the rows of each."""
 
     rows: tuple[tuple[int, ...], ...]
 
@@ -188,112 +228,151 @@ class Heads:
         return tuple(row for rows in self.rows for row in rows)
 
     @property
-    def width(self) -> int:
+    def height(self) -> int:
         """Rows of one matrix."""
         return len(self.rows[0])
 
 
-class SpectralCorrection(AbstractCorrection):
-    """W + C as a mixture of W and its polar factor, for each head or for all heads as one matrix."""
+class FollowingCorrection(StoredCorrection):
+    """The effective weight as a function of the weight, for each head or for all heads of a projection as one."""
 
-    def __init__(self, slots: list[Slot], mixture: Mixture, layout: str) -> None:
-        """Correct the rows of `slots`; ``layout`` is ``per_head`` or ``joint``."""
-        self.mixture, self.layout = mixture, layout
-        self.transposed, self.shape = slots[0].transposed, tuple(slots[0].parameter.shape)
-        rows = [slot.rows if layout == "per_head" else slot.rows.reshape(1, -1) for slot in slots]
-        by_width: dict[int, list[tuple[int, ...]]] = {}
-        for table in rows:
-            by_width.setdefault(table.shape[1], []).extend(map(tuple, table.tolist()))
-        self.heads = tuple(Heads(tuple(table)) for table in by_width.values())
+    def __init__(self, method: Any, name: str, slots: Sequence[Slot]) -> None:
+        """Correct the rows of `slots`, which are stored as `name`, as a `Correction` of methods.py says."""
+        self.method, self.name = method, name
+        self.view, self.shape = view_of(slots[0]), tuple(slots[0].parameter.shape)
+        tables = [rows_of(slot) if method.layout == "per_head" else rows_of(slot).view(1, -1) for slot in slots]
+        by_height: dict[int, list[tuple[int, ...]]] = {}
+        for table in tables:
+            by_height.setdefault(table.shape[1], []).extend(map(tuple, table.tolist()))
+        self.groups = tuple(Matrices(tuple(rows)) for rows in by_height.values())
         self.placed: dict[object, Tensor] = {}
-        for heads in self.heads:
-            self._index(heads, slots[0].parameter.device)  # a graph that is traced now would be traced again after it
+        for group in self.groups:
+            self._index(group, slots[0].parameter.device)  # filled before torch.compile traces, else it recompiles
+
+    @property
+    def differentiable(self) -> bool:  # type: ignore[override]
+        """As the method says."""
+        return self.method.gradient == "through"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the learned parameters."""
+        return tuple(self._learned_name(key) for key in self.method.learned)
+
+    def _learned_name(self, key: str) -> str:
+        return f"{self.name}_wellcond_{key}"
+
+    def first_state(self, raw: Tensor) -> dict[str, Tensor]:
+        """The learned parameters, one row for each matrix in the order of `groups`."""
+        if not self.method.learned:
+            return {}
+        matrices = self.view.matrices(whole(raw).detach()[None])
+        chosen = [self._select(matrices, group) for group in self.groups]
+        return {
+            self._learned_name(key): nn.Parameter(torch.cat([initial(heads) for heads in chosen]))
+            for key, initial in self.method.learned.items()
+        }
 
     def kind(self, raw: Tensor) -> tuple[object, ...]:
         """Weights of one kind are corrected as one batch."""
-        return raw.shape, raw.dtype, raw.device, self.mixture, self.transposed, self.heads
+        return raw.shape, raw.dtype, raw.device, self.method.key, self.view, self.groups
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether several weights of one `kind` may be corrected together."""
+        return not self.differentiable and not self.method.learned
 
     def values(self, raws: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """W + C of several whole weights of one `kind`."""
+        """W + C of several full weights of one `kind`, without gradient."""
         with torch.no_grad():
-            return self._mix(torch.stack(tuple(raws)).detach(), self.heads).unbind()
+            return self._correct(torch.stack(tuple(raws)).detach(), self.groups, {}).unbind()
 
-    def value(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """The mixture on the rows that are conditioned, W on the others."""
-        return self.values([raw])[0]
+    def value(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """The corrected rows, and W on the others."""
+        if self.is_batched:
+            return self.values([raw])[0]
+        learned = {key: state[self._learned_name(key)] for key in self.method.learned}
+        return self._correct(raw[None], self.groups, learned)[0]
 
-    def part(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """A head that one rank stores whole is corrected there; if some head is cut, the weight is gathered."""
+    def shard(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """A matrix that one rank stores whole is corrected there; if some matrix is cut, the weight is gathered."""
+        if not self.is_batched:
+            raise ConditioningError(
+                f"{self.name} is sharded by tensor parallelism, and {self.method.name!r} brings its own gradient or "
+                f"learned parameters: expected a weight that is whole on each rank. {FOLD_FIRST.capitalize()}"
+            )
         box = box_of(raw, self.shape)
-        if not self._is_cut_between_heads(raw):
-            return box.of(self.value(module, whole(raw))).contiguous()
-        axis = 1 if self.transposed else 0
+        if not self._is_cut_between_matrices(raw):
+            return box.of(self.values([whole(raw)])[0]).contiguous()
+        axis = 1 if self.view.transposed else 0
         first, last = box.offsets[axis], box.offsets[axis] + box.sizes[axis]
         held = [
-            tuple(tuple(row - first for row in rows) for rows in heads.rows if first <= rows[0] < last)
-            for heads in self.heads
+            tuple(tuple(row - first for row in rows) for rows in group.rows if first <= rows[0] < last)
+            for group in self.groups
         ]
         with torch.no_grad():
-            return self._mix(local_part(raw).detach()[None], tuple(Heads(rows) for rows in held if rows))[0]
+            groups = tuple(Matrices(rows) for rows in held if rows)
+            return self._correct(local_part(raw).detach()[None], groups, {})[0]
 
-    def _is_cut_between_heads(self, raw: Any) -> bool:
-        """Whether a distributed weight is cut along its heads and no head is cut in two; the same on every rank."""
-        axis = 1 if self.transposed else 0
+    def _is_cut_between_matrices(self, raw: Any) -> bool:
+        """Whether a weight is sharded along its heads and no head is cut in two; the same on every rank."""
+        if self.view.stack is not None:
+            return False
+        axis = 1 if self.view.transposed else 0
         placements = zip(raw.placements, raw.device_mesh.shape, strict=True)
         cuts = [(place, size) for place, size in placements if not place.is_replicate()]
         if len(cuts) != 1 or not cuts[0][0].is_shard(axis):
             return False
         rows_per_rank = -(-self.shape[axis] // cuts[0][1])  # rounded up, as torch does
-        return all(len({row // rows_per_rank for row in rows}) == 1 for heads in self.heads for rows in heads.rows)
+        return all(len({row // rows_per_rank for row in rows}) == 1 for group in self.groups for rows in group.rows)
 
-    def _mix(self, stored: Tensor, groups: tuple[Heads, ...]) -> Tensor:
-        """`stored` (count, *shape of the weight)."""
-        if is_exporting() or torch.jit.is_tracing():
+    def _correct(self, stored: Tensor, groups: tuple[Matrices, ...], learned: Mapping[str, Tensor]) -> Tensor:
+        """Effective weights (count, *shape) of `stored`."""
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
             raise ConditioningError(FOLLOWS)
-        matrices = stored.mT if self.transposed else stored.flatten(2)
-        count, num_rows, in_features = matrices.shape
+        correct, matrices = self.method.correct, self.view.matrices(stored)
+        num_rows, in_features = matrices.shape[1:]
         if len(groups) == 1 and groups[0].flat == tuple(range(num_rows)):
-            mixed = self._mix_heads(matrices.reshape(-1, groups[0].width, in_features)).reshape(matrices.shape)
-        else:
-            mixed = matrices.clone()
-            for heads in groups:
-                rows = self._index(heads, stored.device)
-                chosen = matrices.index_select(1, rows).reshape(-1, heads.width, in_features)
-                mixed.index_copy_(1, rows, self._mix_heads(chosen).reshape(count, -1, in_features))
-        return mixed.mT if self.transposed else mixed.view_as(stored)
+            heads = matrices.reshape(-1, groups[0].height, in_features)
+            return self.view.stored(correct(heads, **learned).reshape(matrices.shape), stored.shape)
+        result, start = matrices.clone(), 0
+        for group in groups:
+            own = {key: tensor[start : start + len(group.rows)] for key, tensor in learned.items()}
+            start += len(group.rows)
+            corrected = correct(self._select(matrices, group), **own).reshape(len(stored), -1, in_features)
+            result.index_copy_(1, self._index(group, stored.device), corrected)
+        return self.view.stored(result, stored.shape)
 
-    def _mix_heads(self, heads: Tensor) -> Tensor:
-        return mix_with_polar(heads, keep=self.mixture.keep, share=self.mixture.share)
+    def _select(self, matrices: Tensor, group: Matrices) -> Tensor:
+        rows = self._index(group, matrices.device)
+        return matrices.index_select(1, rows).reshape(-1, group.height, matrices.shape[2])
 
-    def _index(self, heads: Heads, device: torch.device) -> Tensor:
-        """The rows on a device; kept, since copying them there waits."""
-        if (heads, device) not in self.placed:
+    def _index(self, group: Matrices, device: torch.device) -> Tensor:
+        """The rows on a device; cached, since copying them there waits."""
+        if (group, device) not in self.placed:
             with torch.inference_mode(False):
-                self.placed[heads, device] = torch.tensor(heads.flat, device=device)
-        return self.placed[heads, device]
+                self.placed[group, device] = torch.tensor(group.flat, device=device)
+        return self.placed[group, device]
 
 
-class FrozenCorrection(AbstractCorrection):
-    """The first C of a spectral correction, kept for good: a buffer of the module, saved with it."""
+class FrozenCorrection(StoredCorrection):
+    """The first C of a following correction, kept for good: a buffer of the module, saved with it."""
 
-    is_fixed = True
+    def __init__(self, following: FollowingCorrection) -> None:
+        """Keep C in a buffer beside the weight."""
+        self.following = following
+        self.state_names = (f"{following.name}_wellcond_correction",)
 
-    def __init__(self, buffer_name: str, spectral: SpectralCorrection) -> None:
-        """Read C from the buffer `buffer_name`; `spectral` says how it was made."""
-        self.buffer_name = buffer_name
-        self.spectral = spectral
-
-    def first(self, raw: Tensor) -> Tensor:
-        """The C to keep for a weight that training starts from."""
+    def first_state(self, raw: Tensor) -> dict[str, Tensor]:
+        """The C of a weight that training starts from."""
         with torch.inference_mode(False), torch.no_grad():
-            start = whole(raw).detach().clone()
-            return self.spectral.values([start])[0] - start
+            first = whole(raw).detach().clone()
+            return {self.state_names[0]: self.following.values([first])[0] - first}
 
-    def value(self, module: nn.Module, raw: Tensor) -> Tensor:
+    def value(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """The weight plus the buffer."""
-        return raw + whole(module.get_buffer(self.buffer_name))
+        return raw + whole(state[self.state_names[0]])
 
-    def part(self, module: nn.Module, raw: Tensor) -> Tensor:
+    def shard(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """This rank's part of both."""
-        buffer = whole(module.get_buffer(self.buffer_name))
-        return local_part(raw) + box_of(raw, self.spectral.shape).of(buffer)
+        return local_part(raw) + box_of(raw, self.following.shape).of(whole(state[self.state_names[0]]))

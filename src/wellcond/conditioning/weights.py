@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.sharding import any_distributed, gather_model
-from wellcond.conditioning.checkpoint import find_markers, read_settings
+from wellcond.conditioning.checkpoint import MARKER, read_settings
 from wellcond.errors import MissingFileError, WeightError, needs_extra
 from wellcond.files import opened_atomically
 
@@ -108,10 +108,9 @@ def conditioning_in(state: dict[str, Tensor]) -> dict[str, Any] | None:
 
     Raises: WeightError if they are damaged.
     """
-    markers = find_markers(state)
-    if not markers:
+    if MARKER not in state:
         return None
-    settings = read_settings(state[markers[0]])
+    settings = read_settings(state[MARKER])
     kinds = {"method": str, "projections": str, "sites": list}
     wrong = [f"{key}: {settings[key]!r}" for key, kind in kinds.items() if not isinstance(settings[key], kind)]
     if wrong or not all(isinstance(name, str) for name in settings["sites"]):

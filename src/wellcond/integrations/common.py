@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from wellcond.conditioning.apply import condition_, make_method
+from wellcond.conditioning.apply import condition_
 from wellcond.conditioning.checkpoint import settings_of
+from wellcond.conditioning.methods import make_method
 from wellcond.errors import UnknownChoiceError
 from wellcond.files import write_atomically
 from wellcond.init.apply import check_options, init_, takes_batch

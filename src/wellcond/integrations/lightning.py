@@ -16,7 +16,7 @@ from torch import nn
 from wellcond.attention.effective import is_conditioned
 from wellcond.attention.sharding import is_sharded, reshard_, unwrap
 from wellcond.conditioning.apply import folded
-from wellcond.conditioning.effective_state import split_state
+from wellcond.conditioning.checkpoint import split_state
 from wellcond.conditioning.weights import save_weights
 from wellcond.errors import CheckpointMismatchError, needs_extra
 from wellcond.integrations.common import (

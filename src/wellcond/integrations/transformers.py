@@ -22,8 +22,15 @@ from wellcond.attention.effective import is_conditioned
 from wellcond.attention.rollback import Rollback
 from wellcond.attention.sharding import gather_model, is_sharded, reshard_, unwrap
 from wellcond.conditioning.apply import folded, recondition_
-from wellcond.conditioning.checkpoint import PREFIX, read_settings
-from wellcond.conditioning.effective_state import RAW_FILE, read_raw, resume_in_trainer, save_pretrained, write_raw
+from wellcond.conditioning.checkpoint import (
+    MARKER,
+    RAW_FILE,
+    read_raw,
+    read_settings,
+    resume_in_trainer,
+    save_pretrained,
+    write_raw,
+)
 from wellcond.errors import CheckpointMismatchError, WeightError, needs_extra
 from wellcond.integrations.common import (
     Choice,
@@ -112,8 +119,8 @@ def resume(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     plain = unwrap(model)
     rollback = Rollback(plain)
     try:
-        for key in [key for key in raw if PREFIX in key]:
-            part = plain.get_submodule(key[: key.index(PREFIX)].rstrip("."))
+        for key in [key for key in raw if key.rpartition(".")[2] == MARKER]:
+            part = plain.get_submodule(key.rpartition(".")[0])
             if not is_conditioned(part):
                 recondition_(part, read_settings(raw[key]))
         for name, parameter in plain.named_parameters():

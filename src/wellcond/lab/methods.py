@@ -26,7 +26,8 @@ from torch import nn
 from wellcond.attention.checks import choose_projections
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
-from wellcond.conditioning.apply import condition_, make_method
+from wellcond.conditioning.apply import condition_
+from wellcond.conditioning.methods import make_method
 from wellcond.errors import EvidenceWarning, NumericalWarning, WellcondError, check_choice
 from wellcond.init.apply import check_options, init_, takes_batch
 from wellcond.lab.models.changes import check_factors, scale_tokens_

@@ -1,4 +1,4 @@
-"""The correction C of paper S, exactly, for statements about it; training uses `wellcond.linalg.polar_express`."""
+"""The correction C of paper S, exactly, for statements about it; training uses `wellcond.linalg.polar`."""
 
 from __future__ import annotations
 

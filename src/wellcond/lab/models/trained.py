@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from wellcond.attention.checks import choose_projections
 from wellcond.attention.find import find_attention
-from wellcond.conditioning.apply import fold_, make_method, recondition_
-from wellcond.conditioning.checkpoint import find_markers, marker_of
+from wellcond.conditioning.apply import fold_, recondition_
+from wellcond.conditioning.checkpoint import MARKER
+from wellcond.conditioning.methods import make_method
 from wellcond.conditioning.weights import conditioning_in, load_state, read_state_dict
 from wellcond.errors import NumericalWarning
 from wellcond.init.selection import exclusion
@@ -90,14 +91,12 @@ def _same_correction(settings: dict[str, Any], method: MethodSettings) -> bool:
 
 def load_folded(model: nn.Module, state: dict[str, Tensor], settings: dict[str, Any] | None, what: str) -> nn.Module:
     """Load weights into a plain model; raw ones under the correction that `settings` describe, which is then folded."""
-    state = {key: state[key] for key in state if key not in find_markers(state)}
+    state = {key: state[key] for key in state if key != MARKER}
     if settings is None:
         load_state(model, state, what)
         return model
     with warnings.catch_warnings(action="ignore", category=NumericalWarning):  # given when it was trained
         recondition_(model, settings)
-    marker = marker_of(model)
-    assert marker is not None
     # A copy: the model's own marker would be taken for what torch fills in where a checkpoint has none.
-    load_state(model, state | {marker: model.get_buffer(marker).clone()}, what)
+    load_state(model, state | {MARKER: model.get_buffer(MARKER).clone()}, what)
     return fold_(model)

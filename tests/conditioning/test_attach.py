@@ -6,11 +6,12 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
 import wellcond as wc
-from conditioning.test_condition import vit
+from conditioning.test_corrections import vit
 from conditioning.test_step import gpt2
 from models import NanoGPTAttention, XTransformersAttention, stack
 from wellcond.attention.effective import effective_weight
@@ -93,14 +94,16 @@ def test_initialisation_routines_of_libraries_act_on_the_stored_weights():
     assert attention.in_proj_weight.abs().max() > 0
 
 
-@pytest.mark.parametrize("reparametrise", [
-    lambda layer: nn.utils.parametrizations.weight_norm(layer),
-    lambda layer: nn.utils.parametrizations.spectral_norm(layer),
-    lambda layer: nn.utils.parametrizations.orthogonal(layer),
-    lambda layer: nn.utils.spectral_norm(layer),
-    lambda layer: nn.utils.weight_norm(layer),
-], ids=["weight_norm", "spectral_norm", "orthogonal", "old spectral_norm", "old weight_norm"])  # fmt: skip
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+@pytest.mark.parametrize(
+    "reparametrise",
+    [
+        lambda layer: nn.utils.parametrizations.weight_norm(layer),
+        lambda layer: nn.utils.parametrizations.spectral_norm(layer),
+        lambda layer: nn.utils.parametrizations.orthogonal(layer),
+        lambda layer: nn.utils.spectral_norm(layer),
+    ],
+    ids=["weight_norm", "spectral_norm", "orthogonal", "old spectral_norm"],
+)
 def test_reparametrising_a_conditioned_weight_is_refused_and_changes_nothing(reparametrise):
     model = wc.condition_(vit().eval(), "balanced")
     output, keys, dicts = model(X), list(model.state_dict()), [sorted(vars(m)) for m in model.modules()]
@@ -111,6 +114,31 @@ def test_reparametrising_a_conditioned_weight_is_refused_and_changes_nothing(rep
     assert [sorted(vars(m)) for m in model.modules()] == dicts
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
     reparametrise(wc.fold_(model).blocks[0].attn.qkv)  # a plain layer takes it
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda layer: nn.utils.weight_norm(layer),
+        lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    ],
+    ids=["old weight_norm", "prune"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+def test_what_takes_the_parameter_away_before_it_asks_is_an_error(take):
+    model = wc.condition_(vit().eval(), "balanced")
+    with pytest.raises(wc.ConditioningError, match=r"conditioned and must stay a parameter.*fold_.*build the model"):
+        take(qkv_of(model))
+    take(wc.fold_(wc.condition_(vit(), "balanced")).blocks[0].attn.qkv)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_gradient_hook_reads_the_parameter(create_graph):
+    model, seen = wc.condition_(vit().eval(), "balanced"), []
+    layer = qkv_of(model)
+    layer.weight.register_hook(lambda gradient: seen.append(layer.weight is layer._parameters["weight"]))
+    torch.autograd.grad(model(X).square().sum(), layer.weight, create_graph=create_graph)
+    assert seen == [not create_graph]  # with a graph, a hook cannot be told from a forward that is run again
 
 
 def test_a_parent_that_reads_the_weight_of_its_child_uses_the_effective_one():

@@ -7,7 +7,8 @@ W = U S V^T of shape (d, D), d <= D, and G = W W^T,
 
 where sigma q_k(sigma^2) is the odd polynomial of degree 5 that is closest to 1 on the interval in which the singular
 values lie after k steps (Amsel, Persson, Musco and Gower, The Polar Express, arXiv 2505.16932). All of it happens on
-d x d matrices; the weight itself is touched twice, by its Gram matrix and by the result.
+d x d matrices; the weight itself is touched twice, by its Gram matrix and by the result. `torch.linalg.polar` (new in
+torch 2.15, experimental) is a singular value decomposition on CPUs and, without nvmath, on GPUs, where it waits.
 
 **Precision.** Squaring doubles the digits that a small singular value needs, so Gram matrix and first steps are in
 float64, as long as small eigenvalues are small; the rest is in float32.
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from wellcond.linalg.spectrum import has_float64
+from wellcond.private import constant_when_compiled
 
 Quintic = tuple[float, float, float]
 
@@ -199,9 +201,8 @@ def schedule(smallest: float) -> tuple[Quintic, ...]:
     return _SCHEDULES[smallest]
 
 
-# What torch.compiler.assume_constant_result does; it would import the compiler with this package.
 for function in (_constants, schedule):
-    vars(function)["_dynamo_marked_constant"] = True
+    constant_when_compiled(function)
 
 
 def best_quintic(low: float, high: float) -> Quintic:

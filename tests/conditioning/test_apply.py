@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import wellcond as wc
-from conditioning.test_condition import IDS, METHODS, corrections, every_storage, vit
+from conditioning.test_corrections import IDS, METHODS, corrections, every_storage, vit
 from models import XTransformersAttention, stack
 from wellcond.attention.effective import effective_weight
+from wellcond.conditioning.corrections import FollowingCorrection
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -126,7 +127,7 @@ def test_training_checkpoints_resume_exactly(method, options):
     buffer = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
     extra = set(model.state_dict()) - plain_keys
-    assert plain_keys <= set(model.state_dict()) and sum(key.startswith("wellcond: ") for key in extra) == 1
+    assert plain_keys <= set(model.state_dict()) and sum(key == "wellcond_conditioning" for key in extra) == 1
     train(model, optimizer, 2)
 
     buffer.seek(0)
@@ -142,11 +143,12 @@ def test_training_checkpoints_resume_exactly(method, options):
 
 
 def test_a_marked_checkpoint_tells_a_plain_model_what_to_run():
-    conditioned = wc.condition_(vit(), "identity", lam=0.5)
-    with pytest.raises(
-        RuntimeError, match=r"load this after condition_\(model, 'identity', lam=5e-1, layout='joint'\)"
-    ):
-        vit().load_state_dict(conditioned.state_dict())
+    conditioned = wc.condition_(vit(), "identity", lam=0.5).eval()
+    plain, state = vit().eval(), conditioned.state_dict()
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*wellcond_conditioning"):
+        plain.load_state_dict(state)
+    wc.recondition_(plain, state).load_state_dict(state)
+    assert torch.equal(plain(X), conditioned(X))
 
 
 @pytest.mark.parametrize("options", [{}, {"frozen": True}])
@@ -286,10 +288,8 @@ def test_exponential_moving_average_of_timm():
 def test_failure_part_way_leaves_the_model_as_it_was(monkeypatch):
     model = stack(XTransformersAttention, depth=2)
     before = everything_about(model)
-    import wellcond.conditioning.apply as apply
-
     calls = []
-    original = apply.SpectralCorrection.values
+    original = FollowingCorrection.values
 
     def breaks(self, raw):
         calls.append(raw)
@@ -297,7 +297,7 @@ def test_failure_part_way_leaves_the_model_as_it_was(monkeypatch):
             raise RuntimeError("out of memory")
         return original(self, raw)
 
-    monkeypatch.setattr(apply.SpectralCorrection, "values", breaks)
+    monkeypatch.setattr(FollowingCorrection, "values", breaks)
     with pytest.raises(RuntimeError, match="out of memory"):
         wc.condition_(model, "polar", frozen=True)
     assert everything_about(model) == before

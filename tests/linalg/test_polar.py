@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wellcond.linalg.polar_express import best_quintic, largest_eigenvalue, mix_with_polar, schedule
+from wellcond.linalg.polar import best_quintic, largest_eigenvalue, mix_with_polar, schedule
 from wellcond.linalg.spectrum import spectra
 
 SHAPES = [(8, 24), (64, 384), (64, 128), (32, 48), (16, 16), (64, 64), (24, 8)]
@@ -144,7 +144,7 @@ def test_only_products_and_elementwise_operations_are_used():
 
 
 def test_without_float64_the_bound_is_weaker_but_holds(monkeypatch):
-    monkeypatch.setattr("wellcond.linalg.polar_express.has_float64", lambda device: False)
+    monkeypatch.setattr("wellcond.linalg.polar.has_float64", lambda device: False)
     for kappa in (3, 1e2, 1e3, 1e5):
         weights = heads((16, 64), spread((16, 64), kappa)).float()
         with Names() as seen:

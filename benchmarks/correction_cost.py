@@ -1,6 +1,6 @@
 """What `polar` and `balanced` add to a training step, by formula; the tests count the same at small sizes.
 
-All products of `wellcond.linalg.polar_express` for one matrix (d, D), d <= D / 2, each of 2 d^2 D or 2 d^3 operations.
+All products of `wellcond.linalg.polar` for one matrix (d, D), d <= D / 2, each of 2 d^2 D or 2 d^3 operations.
 Nothing depends on the number of tokens, so the share of a step shrinks with the batch. Nothing is sent between ranks:
 under DDP every rank computes all corrections, under FSDP2 those of the layer whose weights are gathered anyway, under
 tensor parallelism those of its own heads.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from wellcond.linalg.polar_express import SQUARINGS, accuracy_of, schedule
+from wellcond.linalg.polar import SQUARINGS, accuracy_of, schedule
 
 
 @dataclass(frozen=True)
