@@ -11,15 +11,19 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import wellcond as wc
 from conditioning.test_corrections import effective, vit
-from wellcond.conditioning import methods
 from wellcond.linalg.spectrum import spectra
+from wellcond.registry import CORRECTIONS
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setattr(methods, "METHODS", dict(methods.METHODS))
+def registry():
+    """What a test registers is forgotten after it."""
+    known = set(CORRECTIONS)
+    yield
+    for name in set(CORRECTIONS) - known:
+        del CORRECTIONS[name]
 
 
 @pytest.fixture
@@ -64,7 +68,7 @@ def test_a_plain_function_is_enough_and_names_are_not_taken_twice(registry):
     model = vit()
     before = effective(model)
     torch.testing.assert_close(effective(wc.condition_(model, "doubled")), 2 * before)
-    with pytest.raises(ValueError, match="'polar' is a correction of wellcond.conditioning.methods already"):
+    with pytest.raises(ValueError, match="'polar' is a correction in every forward pass, already"):
         wc.register_condition("polar")(lambda: None)
     with pytest.raises(wc.UnknownChoiceError, match="'doubled'"):
         wc.condition_(vit(), "double")
