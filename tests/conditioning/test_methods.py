@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import wellcond as wc
 from conditioning.test_corrections import effective, vit
+from wellcond.conditioning import methods
 from wellcond.linalg.spectrum import spectra
 from wellcond.registry import CORRECTIONS
 
