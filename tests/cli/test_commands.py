@@ -23,7 +23,7 @@ def small_vit():
 def test_inspect_prints_every_attention(run):
     code, out = run("inspect", VIT, *SMALL_VIT)
     assert code == 0
-    for word in ("blocks.0.attn", "blocks.1.attn", "softmax", "8 x 24", "fused blocks", "κ(W_Q)", "2 attention layers"):
+    for word in ("blocks.0.attn", "blocks.1.attn", "softmax", "8 x 24", "fused", "κ(W_Q)", "2 attention layers"):
         assert word in out
 
 
@@ -143,7 +143,7 @@ def test_hugging_face_types_and_folders(run, tmp_path):
     arguments = ["n_layer=1", "n_embd=24", "n_head=3", "vocab_size=50"]
     pairs = [part for argument in arguments for part in ("--model-arg", argument)]
     code, out = run("inspect", "hf:gpt2", *pairs)
-    assert code == 0 and "h.0.attn" in out and "transposed" in out
+    assert code == 0 and "h.0.attn" in out and "fused" in out
     model = GPT2LMHeadModel(GPT2Config(**parse_values(arguments)))
     model.save_pretrained(tmp_path / "gpt2")
     loaded = build_model(f"hf:{tmp_path / 'gpt2'}")
