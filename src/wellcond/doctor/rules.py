@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from wellcond.attention.signals import HOW_TO_SEE
+from wellcond.attention.record import HOW_TO_SEE
 from wellcond.doctor.case import Case
 from wellcond.doctor.examine import MOST_TOKENS
 from wellcond.doctor.phrases import count, names_of, some_of, title_of, two_digits
