@@ -33,6 +33,8 @@ NAMES = (("query", "q"), ("key", "k"), ("value", "v"))
 SCALES = ("scale", "softmax_scale", "sm_scale")
 CAUSAL = ("is_causal", "causal")
 MASKS = ("attn_mask", "attn_bias", "mask", "bias")
+SEQUENCES = (("cu_seqlens_q", "cu_seq_q"), ("cu_seqlens_k", "cu_seq_k"))
+"""Where each of the sequences begins that follow each other in one."""
 SDPA = "scaled_dot_product_attention"
 
 GONE = 745.2
@@ -168,6 +170,8 @@ def read_call(
         return None
     returned = result if isinstance(result, (tuple, list)) else (result,)
     call = KernelCall(str(operator.overloadpacket), q, k, v, **_options(given))
+    if q.is_nested:
+        return replace(call, why_no_logits="its tensors are nested")
     if operator.namespace == "aten" and operator.overloadpacket.__name__.startswith("_scaled_dot_product"):
         lse = _log_sum_exp(dict(zip(return_names(operator), returned, strict=False)), q)
         return replace(_as_sdpa(call, given), lse=lse)
@@ -230,49 +234,73 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _masked_causally(call: KernelCall, given: dict[str, Any], *, from_end: bool) -> KernelCall:
-    """The call with its causal mask; of fewer queries than keys these are the last where `from_end`, else the first."""
-    if not any(given.get(name) is True for name in CAUSAL):
+    """The call with its causal mask, and each of several sequences in one sees itself only.
+
+    Of fewer queries than keys these are the last where `from_end`, else the first.
+    """
+    causal, numbers = any(given.get(name) is True for name in CAUSAL), []
+    for part, names in zip((call.q, call.k), SEQUENCES, strict=True):
+        at = torch.arange(part.shape[-2], device=part.device)
+        begins = next((given[name] for name in names if isinstance(given.get(name), Tensor)), None)
+        sequence = torch.zeros_like(at) if begins is None else torch.bucketize(at, begins[1:-1], right=True)
+        end = 0 if not from_end else len(at) if begins is None else begins[1:].to(at)[sequence]
+        numbers.append((at - end, sequence, begins is not None))
+    (query, of_query, several), (key, of_key, _) = numbers
+    if not causal and not several:
         return call
-    n, m = call.q.shape[-2], call.k.shape[-2]
-    below = torch.ones(n, m, dtype=torch.bool, device=call.q.device).tril(m - n if from_end else 0)
-    return replace(call, visible=below if call.visible is None else call.visible & below)
+    visible = of_query[:, None] == of_key
+    if causal:
+        visible = visible & (query[:, None] >= key)
+    return replace(call, visible=visible if call.visible is None else call.visible & visible)
 
 
 def _log_sum_exp(returned: dict[str, Any], q: Tensor) -> Tensor | None:
-    found = returned.get("logsumexp")
+    found = returned.get("logsumexp", returned.get("log_sumexp"))
     return None if found is None or found.dim() != q.dim() - 1 else found[..., : q.shape[-2]]  # it may be padded
 
 
 def _proven(call: KernelCall, given: dict[str, Any], returned: Any, scale: float | None) -> KernelCall:
     """The reading of an unknown kernel's arguments under which softmax attention puts out what it put out."""
-    out = returned[0] if isinstance(returned[0], Tensor) else None
+    tensors = [one for one in returned if isinstance(one, Tensor)]
     found: list[KernelCall] = []
-    for reading in [] if out is None else _readings(call, given, scale):
-        expected = out if reading.q.shape[:-2] == out.shape[: reading.q.dim() - 2] else out.transpose(-3, -2)
+    agreed: list[Tensor] = []
+    for reading in _readings(call, given, scale) if tensors else ():
         with contextlib.suppress(RuntimeError):  # shapes that do not fit: another reading may
             logits = reading.logits()
-            if _agrees(reading.output(logits), expected):
+            mine = reading.output(logits)
+            if any(_agrees(mine, out) for out in _as_heads(tensors[0], mine)):
+                if any(logits.shape == other.shape and torch.equal(logits, other) for other in agreed):
+                    continue  # a causal mask on one token
                 lse = logits.logsumexp(-1)
-                same = (one for one in returned[1:] if isinstance(one, Tensor) and one.shape == lse.shape)
-                found.append(replace(reading, lse=next((one for one in same if _agrees(lse, one)), None)))
+                found.append(replace(reading, lse=next((one for one in tensors[1:] if _agrees(lse, one)), None)))
+                agreed.append(logits)
     if len(found) == 1:
         return found[0]
     what = "several readings of its arguments give" if found else "softmax(s q k^T) v of its arguments is not"
     return replace(call, scale=None, visible=None, bias=None, why_no_logits=f"{what} what it puts out")
 
 
+def _as_heads(out: Tensor, like: Tensor) -> Iterator[Tensor]:
+    """What a kernel puts out with heads before tokens, whether it has them so, after them, or side by side."""
+    yield out
+    if out.dim() == like.dim() > 2:
+        yield out.transpose(-3, -2)
+    elif out.dim() == like.dim() - 1 > 1 and out.numel() == like.numel():
+        yield out.unflatten(-1, (like.shape[-3], -1)).transpose(-3, -2)
+
+
 def _readings(call: KernelCall, given: dict[str, Any], scale: float | None) -> Iterator[KernelCall]:
     """The same with heads before tokens and after them, with the scales and masks that it may use."""
     usual = call.q.shape[-1] ** -0.5
-    scales = [call.scale] if call.scale is not None else list(dict.fromkeys([usual, usual if scale is None else scale]))
+    others = [one for one in (scale, 1.0) if one is not None and not math.isclose(one, usual, rel_tol=1e-5)]
+    scales = [usual, *dict.fromkeys(others)] if call.scale is None else [call.scale]
     says_causal = any(name in given for name in CAUSAL)
-    masks = [dict(given)] if says_causal or call.visible is not None else [{}, {"causal": True}]
-    orders = (False, True) if call.q.dim() > 3 else (False,)
-    for swapped, one, mask in itertools.product(orders, scales, masks):
-        parts = [part.transpose(-3, -2) if swapped else part for part in (call.q, call.k, call.v)]
-        if len({part.shape[-3] for part in parts if part.dim() > 2}) > 1 and parts[0].shape[-3] % parts[1].shape[-3]:
-            continue
-        yield _masked_causally(replace(call, q=parts[0], k=parts[1], v=parts[2], scale=one), mask, from_end=True)
+    causal = [given] if says_causal or call.visible is not None else [given, {**given, "causal": True}]
+    orders = (False, True) if call.q.dim() > 2 else (False,)
+    for swapped, one, options in itertools.product(orders, scales, causal):
+        q, k, v = (part.transpose(-3, -2) if swapped else part for part in (call.q, call.k, call.v))
+        if q.dim() == 2 or q.shape[-3] % k.shape[-3] == 0:
+            yield _masked_causally(replace(call, q=q, k=k, v=v, scale=one), options, from_end=True)
 
 
 def _agrees(mine: Tensor, theirs: Tensor) -> bool:

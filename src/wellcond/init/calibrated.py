@@ -99,7 +99,7 @@ def calibrated(
 class Scales:
     """What one forward pass shows of the scales that are set here."""
 
-    pass_: ForwardRecord
+    seen: ForwardRecord
     spreads: dict[str, Tensor]
     """By the name of the attention layer: standard deviation of every head's logits over the keys a token may see."""
 
@@ -213,13 +213,13 @@ def _draw(slot: Slot, start: Start, context: InitContext, draft: _Draft) -> None
 
 def _check_seen(scales: Scales, logits: float | None, share: float | None) -> None:
     """Raise WeightError for layers of which the pass did not show what is to be set."""
-    not_called = scales.pass_.not_called
+    not_called = scales.seen.not_called
     if not_called and (logits is not None or share is not None):
         raise WeightError(
             f"{_some(not_called)}: not called on this batch, so that nothing of it can be calibrated; give a "
             "batch that reaches every attention layer, or those that it reaches as sites=. Nothing was changed"
         )
-    hidden = [one for one in scales.pass_.sites if one.why_logits_hidden and not _normalises(one.site)]
+    hidden = [one for one in scales.seen.sites if one.why_logits_hidden and not _normalises(one.site)]
     if hidden and logits is not None:
         names = [one.site.name for one in hidden]
         raise WeightError(
@@ -236,7 +236,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _logit_factors(scales: Scales, target: float | None, draft: _Draft) -> Iterator[float]:
     """Scale Q and K of every head by the same factor; of query heads that share a key, the key by their mean factor."""
-    for site in (one.site for one in scales.pass_.sites):
+    for site in (one.site for one in scales.seen.sites):
         spread = scales.spreads.get(site.name)
         if target is None or spread is None or _normalises(site):
             continue
@@ -252,7 +252,7 @@ def _logit_factors(scales: Scales, target: float | None, draft: _Draft) -> Itera
 
 
 def _share_factors(scales: Scales, share: float | None, draft: _Draft) -> Iterator[float]:
-    for block in scales.pass_.blocks:
+    for block in scales.seen.blocks:
         if share is None or block.stream is None or not bool(block.stream) or block.scales_itself:
             continue
         target = share * float(block.stream)
