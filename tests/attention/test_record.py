@@ -204,7 +204,7 @@ def test_an_operator_that_computes_something_else_shows_its_operands_only():
 
 def test_an_operator_that_shows_nothing_is_said_to():
     one, _, _ = seen_of(lambda q, k, v: packed(torch.stack([q, k, v])))
-    assert one.seen and one.q is None and one.logits is None and one.logit_spread() is None
+    assert one.seen and one.q is None and one.logits is None and one.spread is None
     assert set(one.not_seen) == {"q", "k", "v", "mask", "lse", "logits", "probabilities"}
     assert "record_tests.packed" in one.not_seen["q"]
 
@@ -282,7 +282,7 @@ def test_tokens_heads_output_and_stream():
     for number, tensor in ((block.stream, x), (block.attention["0.attn"], added), (block.mlp_added, mlp)):
         torch.testing.assert_close(number, tensor.square().mean().sqrt())
     torch.testing.assert_close(second.block.stream, (after + mlp).square().mean().sqrt())
-    assert torch.equal(found.outputs["0.mlp"], mlp) and found.of(second.site) is second
+    assert torch.equal(found.outputs["0.mlp"], mlp)
 
 
 def test_kernels_are_dropped_after_each_site():
@@ -370,11 +370,11 @@ def test_observing_a_training_step_changes_nothing_of_it():
 def test_heads_that_are_spread_over_processes_are_refused(monkeypatch):
     model, x = built(eager, False)
     monkeypatch.setattr("wellcond.attention.record.is_distributed", lambda _: True)
-    [one] = record(model, x, sites_of(model), ("logits",)).sites
-    assert one.logit_spread().shape == (H,)
-    one.trace.softmaxes[0] = tuple(part[:, :2] for part in one.softmaxes[0])
+    [one] = record(model, x, sites_of(model), ("spread",)).sites
+    assert one.spread.shape == (H,) and one.logits is None
+    model.attend = lambda q, k, v: eager(q[:, :2], k[:, :2], v[:, :2]).repeat(1, 2, 1, 1)
     with pytest.raises(WeightError, match="tensor parallelism"):
-        one.logit_spread()
+        record(model, x, [one.site], ("spread",))
 
 
 def test_measuring_and_calibrating_read_fused_kernels():

@@ -22,7 +22,6 @@ from lab.small import assert_same_run, small_job, stop_after
 from wellcond.attention.blocks import find_blocks
 from wellcond.attention.record import logit_spread, record, root_mean_square
 from wellcond.errors import WeightError
-from wellcond.init.calibrated import observe_scales
 from wellcond.lab.train.run import run_job
 
 IMAGES = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -75,10 +74,10 @@ def test_logits_and_shares_are_what_was_asked_for(name):
     training = model.training
     calibrated(model, batch, logits=0.7, share=0.2)
     sites = wc.find_attention(model)
-    scales = observe_scales(model, batch, sites)
-    blocks = scales.seen.blocks
+    found = record(model, batch, sites, ("spread", "stream"))
+    blocks = found.blocks
     assert model.training == training
-    for spread in scales.spreads.values():
+    for spread in (one.spread for one in found.sites if one.spread is not None):
         torch.testing.assert_close(spread, torch.full_like(spread, 0.7), rtol=0.05, atol=0)
     count = 0
     for block in blocks:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,13 +161,13 @@ def read_call(
     if operator.namespace in TORCH_OPERATORS and not _is_fused_attention(operator):
         return None
     given = operator_arguments(operator, args, kwargs)
-    found = [next((given[name] for name in names if isinstance(given.get(name), Tensor)), None) for names in NAMES]
-    named = all(part is not None for part in found)
+    found = [part for names in NAMES if (part := _first(given, names)) is not None]
+    named = len(found) == 3
     if not named:
         found = [value for value in given.values() if isinstance(value, Tensor) and value.is_floating_point()][:3]
-    q, k, v = found if len(found) == 3 else (None, None, None)
-    if q is None or k is None or v is None or not _fit(q, k, v):
+    if len(found) < 3 or not _fit(*found):
         return None
+    q, k, v = found
     returned = result if isinstance(result, (tuple, list)) else (result,)
     call = KernelCall(str(operator.overloadpacket), q, k, v, **_options(given))
     if q.is_nested:
@@ -218,6 +218,11 @@ def _flex_call(given: dict[str, Any], result: Any) -> KernelCall:
     return call if right else replace(call, visible=None, why_no_logits=why)
 
 
+def _first(given: dict[str, Any], names: Sequence[str]) -> Tensor | None:
+    """The first argument of these names that is a tensor."""
+    return next((given[name] for name in names if isinstance(given.get(name), Tensor)), None)
+
+
 def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether these may be queries, keys and values."""
     return q.dim() == k.dim() == v.dim() >= 2 and q.shape[-1] == k.shape[-1] and k.shape[:-1] == v.shape[:-1]
@@ -226,7 +231,7 @@ def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _options(given: dict[str, Any]) -> dict[str, Any]:
     """Scale, mask and bias of a kernel's arguments."""
     scale = next((float(given[name]) for name in SCALES if isinstance(given.get(name), (int, float))), None)
-    mask = next((given[name] for name in MASKS if isinstance(given.get(name), Tensor)), None)
+    mask = _first(given, MASKS)
     found: dict[str, Any] = {"scale": scale}
     if mask is not None:
         found["visible" if mask.dtype == torch.bool else "bias"] = mask
@@ -241,7 +246,7 @@ def _masked_causally(call: KernelCall, given: dict[str, Any], *, from_end: bool)
     causal, numbers = any(given.get(name) is True for name in CAUSAL), []
     for part, names in zip((call.q, call.k), SEQUENCES, strict=True):
         at = torch.arange(part.shape[-2], device=part.device)
-        begins = next((given[name] for name in names if isinstance(given.get(name), Tensor)), None)
+        begins = _first(given, names)
         sequence = torch.zeros_like(at) if begins is None else torch.bucketize(at, begins[1:-1], right=True)
         end = 0 if not from_end else len(at) if begins is None else begins[1:].to(at)[sequence]
         numbers.append((at - end, sequence, begins is not None))
@@ -312,25 +317,6 @@ def _agrees(mine: Tensor, theirs: Tensor) -> bool:
 
 
 # Watching a forward pass
-
-
-class ProductRecorder(TorchDispatchMode):
-    """Records operands of every matrix product, and input and output of every softmax."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
-        self.products: list[tuple[Tensor, Tensor]] = []
-        self.softmaxes: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and keep what it multiplied."""
-        result = func(*args, **(kwargs or {}))
-        if higher_order_name(func) is None:
-            note_products(func, args, result, self.products, self.softmaxes)
-        return result
 
 
 def note_products(
@@ -427,6 +413,17 @@ class KernelWatch(TorchDispatchMode):
         return result
 
 
+class ProductRecorder(KernelWatch):
+    """Records operands of every matrix product, and input and output of every softmax, of all that runs inside it."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__()
+        self.products: list[tuple[Tensor, Tensor]] = []
+        self.softmaxes: list[tuple[Tensor, Tensor]] = []
+        self.trace = KernelTrace(self.products, self.softmaxes)
+
+
 class SdpaWatch(TorchFunctionMode):
     """Notes what `scaled_dot_product_attention` is called with, before torch takes it apart."""
 
@@ -447,19 +444,3 @@ class SdpaWatch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             trace.sdpa = False
-
-
-@contextlib.contextmanager
-def watch_kernels(*, functions: bool) -> Iterator[KernelWatch]:
-    """See every operator of a forward pass; with `functions` also the arguments of SDPA."""
-    with KernelWatch() as kernels:
-        if not functions:
-            yield kernels
-            return
-        with SdpaWatch(kernels):
-            yield kernels
-
-
-def logit_bounds(lse: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Between which numbers the largest logit of every row is: lse - ln n <= max <= lse."""
-    return lse - math.log(num_keys), lse

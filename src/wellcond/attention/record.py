@@ -14,10 +14,11 @@ The model is left as it was, also after an error: training flags, hooks, random 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +26,15 @@ from torch.utils.hooks import RemovableHandle
 
 from wellcond.attention.blocks import Block, find_blocks, is_matrix
 from wellcond.attention.evaluation import copy_argument, eval_scope, first_tensor, run
-from wellcond.attention.kernels import (
-    ADDED,
-    KernelCall,
-    KernelTrace,
-    KernelWatch,
-    is_masked,
-    logit_bounds,
-    watch_kernels,
-)
+from wellcond.attention.kernels import ADDED, KernelCall, KernelTrace, KernelWatch, SdpaWatch, is_masked
 from wellcond.attention.sharding import is_distributed, reshard_
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WeightError
 
 Field = Literal[
-    "arguments", "tokens", "operands", "products", "logits", "probabilities", "heads", "output", "stream"
+    "arguments", "tokens", "operands", "products", "logits", "probabilities", "spread", "heads", "output", "stream"
 ]  # fmt: skip
+KERNEL_FIELDS = frozenset({"operands", "products", "logits", "probabilities"})
 ROLES = ("query", "key", "value")
 COMPARED_KINDS = ("softmax", "channel")
 """Attention layers whose first softmax is of logits that grow with Q and K."""
@@ -58,8 +52,8 @@ HOW_TO_SEE = (
 class SiteRecord:
     """The first call of an attention layer in a forward pass; everything is None, or empty, unless asked for and seen.
 
-    The kernel's tensors (`q`, `k`, `v`, `logits`, `probabilities`, `mask`, `lse`) are those of its first call inside
-    the layer. They are dropped after the caller's `each` has seen them, as are `products` and `softmaxes`.
+    The kernel's tensors (`q`, `k`, `v`, `logits`, `probabilities`, `mask`, `lse`, `products`, `softmaxes`) are those of
+    its first call inside the layer, and dropped after the caller's `each` has seen them.
     """
 
     site: AttentionSite
@@ -77,7 +71,10 @@ class SiteRecord:
     one that is called several times."""
     heads: Tensor | None = None
     """What W_O read, where W_O is a module that is called inside this layer."""
-    output: Tensor | None = None
+    output: Any = None
+    """The first tensor that it returned."""
+    spread: Tensor | None = None
+    """Standard deviation of every head's logits over the keys that a token may see, (heads)."""
     block: BlockRecord | None = None
     """Of the stream before and after; None for a layer that stands in no block."""
     trace: KernelTrace = field(default_factory=KernelTrace, repr=False)
@@ -147,39 +144,33 @@ class SiteRecord:
         """Why its logits were not seen; empty if they were, or if it has none that grow with Q and K."""
         if not self.seen:
             return JOINED if self.called and self.site.stream else ""
-        return self.not_seen.get("logits", "") if self.site.kind in COMPARED_KINDS else ""
+        why = self.not_seen.get("logits", self.not_seen.get("spread", ""))
+        return why if self.site.kind in COMPARED_KINDS else ""
 
     def largest_logits(self) -> tuple[Tensor, Tensor] | None:
-        """Bounds of the largest logit of every row, equal where the logits are known; None if nothing is known."""
+        """Bounds of the largest logit of every row, equal where the logits are known; None if nothing is known.
+
+        Of n numbers, lse - ln n <= max <= lse.
+        """
         if self.logits is not None:
             largest = self.logits.amax(-1)
             return largest, largest
         if self.lse is None or self.k is None:
             return None
-        return logit_bounds(self.lse, self.k.shape[-2])
-
-    def logit_spread(self) -> Tensor | None:
-        """Standard deviation of every head's logits over the keys that a token may see, (heads).
-
-        Raises: WeightError if the heads are spread over processes.
-        """
-        if self.logits is None or self.site.kind not in COMPARED_KINDS:
-            return None
-        heads = self.site.num_heads
-        if is_distributed(self.site.q.parameter) and self.logits.dim() == 4 and self.logits.shape[1] != heads:
-            raise WeightError(
-                f"{self.site.name}: its heads are spread over processes (tensor parallelism), so that none sees the "
-                "logits of all; do this before the model is parallelised"
-            )
-        return logit_spread(self.logits, heads, self.mask)
+        return self.lse - math.log(self.k.shape[-2]), self.lse
 
     def conclude(self) -> None:
-        """Write down what was asked for and not seen."""
-        self.not_seen = dict(_missing(self)) if self.seen else dict.fromkeys(self.fields, _why_not_watched(self))
+        """Reduce the logits to their spread, and write down what was asked for and not seen.
 
-    def release(self) -> None:
-        """Drop the kernel's tensors."""
-        self.trace = KernelTrace()
+        Raises: WeightError if the spread is asked for and the heads are spread over processes.
+        """
+        if "spread" in self.fields and self.logits is not None and self.site.kind in COMPARED_KINDS:
+            self.spread = _spread_of(self.site, self.logits, self.mask)
+        if self.seen:
+            self.not_seen = dict(_missing(self))
+        else:
+            why = NESTED if self.called else NOT_CALLED
+            self.not_seen = dict.fromkeys(self.fields, JOINED if self.called and self.site.stream else why)
 
 
 @dataclass(eq=False)
@@ -205,24 +196,10 @@ class ForwardRecord:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """What the modules asked for put out in their first call, by name."""
 
-    def of(self, site: AttentionSite) -> SiteRecord:
-        """The record of one site."""
-        return next(one for one in self.sites if one.site is site)
-
     @property
     def not_called(self) -> tuple[str, ...]:
         """Names of attention layers that this batch does not reach."""
         return tuple(one.site.name for one in self.sites if not one.called)
-
-
-class ModuleObserver(Protocol):
-    """Looks at what every module of a model reads and puts out."""
-
-    def entered(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module is called."""
-
-    def left(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """A module returns."""
 
 
 def record(
@@ -233,7 +210,7 @@ def record(
     *,
     each: Callable[[SiteRecord], None] | None = None,
     outputs: Sequence[str] = (),
-    modules: ModuleObserver | None = None,
+    modules: Any = None,
     copied: Callable[[AttentionSite, Tensor], Tensor] | None = None,
 ) -> ForwardRecord:
     """Run a model once, in evaluation mode and without gradients, and return what each attention layer did.
@@ -244,12 +221,13 @@ def record(
         sites: its attention layers.
         fields: what to keep of each: ``arguments`` of the call; ``tokens`` that the projections read; ``operands`` of
             the kernel (q, k, v, mask, LSE); ``products``, the operands of all matrix products; ``logits``;
-            ``probabilities``; ``heads``, what W_O read; the ``output``; the ``stream`` (what its block received and
-            what attention and MLP added to it). All by default.
+            ``probabilities``; ``spread``, the standard deviation of the logits; ``heads``, what W_O read; the
+            ``output``; the ``stream`` (what its block received, and what attention and MLP added). All by default.
         each: called with the record of every site as soon as its first call has returned. The kernel's tensors are
             dropped afterwards, so that no more than one layer's attention maps are held.
         outputs: names of modules whose outputs to keep.
-        modules: looks at what every module reads and puts out.
+        modules: an object that looks at every module: ``entered(name, module, args, kwargs)`` when it is called,
+            ``left(name, module, args, output)`` when it returns.
         copied: how a tensor of the arguments is copied; `torch.clone` by default.
 
     Example:
@@ -277,7 +255,7 @@ def observe(
     *,
     each: Callable[[SiteRecord], None] | None = None,
     outputs: Sequence[str] = (),
-    modules: ModuleObserver | None = None,
+    modules: Any = None,
     copied: Callable[[AttentionSite, Tensor], Tensor] | None = None,
 ) -> Iterator[ForwardRecord]:
     """Hook a model while somebody else runs it, with the arguments of `record`; nothing of the pass is changed."""
@@ -292,8 +270,10 @@ def observe(
         for some in handles:
             for handle in some:
                 stack.callback(handle.remove)
-        if wanted & {"operands", "products", "logits", "probabilities"}:
-            hooks.kernels = stack.enter_context(watch_kernels(functions="operands" in wanted))
+        if wanted & {*KERNEL_FIELDS, "spread"}:
+            hooks.kernels = stack.enter_context(KernelWatch())
+        if hooks.kernels is not None and "operands" in wanted:
+            stack.enter_context(SdpaWatch(hooks.kernels))
         yield found
     for one in found.sites:
         if not one.seen:
@@ -357,7 +337,8 @@ class _Hooks:
         one.conclude()
         if self.each is not None:
             self.each(one)
-            one.release()
+        if self.each is not None or not one.fields & KERNEL_FIELDS:
+            one.trace = KernelTrace()
 
     def read(self, one: SiteRecord, role: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Keep what a projection reads."""
@@ -378,15 +359,14 @@ def _trace_of(one: SiteRecord) -> KernelTrace:
     products = bool(one.fields & {"operands", "products"})
     return KernelTrace(
         products=[] if products else None,
-        softmaxes=[] if products or one.fields & {"logits", "probabilities"} else None,
+        softmaxes=[] if one.fields & {*KERNEL_FIELDS, "spread"} else None,
         calls=[],
         scale=one.site.scale,
     )
 
 
-def _module_hooks(model: nn.Module, observer: ModuleObserver | None) -> Iterator[RemovableHandle]:
+def _module_hooks(model: nn.Module, observer: Any) -> Iterator[RemovableHandle]:
     for name, module in model.named_modules() if observer is not None else ():
-        assert observer is not None
         yield module.register_forward_pre_hook(partial(observer.entered, name), with_kwargs=True)
         yield module.register_forward_hook(partial(observer.left, name))
 
@@ -437,12 +417,6 @@ def _block_hooks(block: BlockRecord) -> Iterator[RemovableHandle]:
 # What was not seen
 
 
-def _why_not_watched(one: SiteRecord) -> str:
-    if not one.called:
-        return NOT_CALLED
-    return JOINED if one.site.stream else NESTED
-
-
 def _missing(one: SiteRecord) -> Iterator[tuple[str, str]]:
     """Fields that were asked for and not seen, with the reasons."""
     if "tokens" in one.fields:
@@ -451,7 +425,7 @@ def _missing(one: SiteRecord) -> Iterator[tuple[str, str]]:
                 how = "is called several times" if role in one.repeated else "is used without calling its module"
                 yield f"{role} tokens", f"its projection {how}"
     hidden = _why_no_logits(one) if one.trace.softmaxes is not None and not one.softmaxes else ""
-    for name in ("logits", "probabilities"):
+    for name in ("logits", "probabilities", "spread"):
         if name in one.fields and hidden:
             yield name, hidden
     if "operands" in one.fields:
@@ -491,9 +465,8 @@ def _eager_call(products: list[tuple[Tensor, Tensor]], softmaxes: list[tuple[Ten
     scores = [(a, b) for a, b in products if shape == (*a.shape[:2], b.shape[2]) and not same_numbers(a, p)]
     if len(scores) != 1 or not values:
         return None
-    q, k = scores[0][0], scores[0][1].mT
-    parts = (part.reshape(*lead, *part.shape[1:]) for part in (q, k, values[0]))
-    return KernelCall("softmax of a product", *parts, why_no_logits="what is added to the product is not known")
+    q, k, v = (part.reshape(*lead, *part.shape[1:]) for part in (scores[0][0], scores[0][1].mT, values[0]))
+    return KernelCall("softmax of a product", q, k, v, why_no_logits="what is added to the product is not known")
 
 
 def same_numbers(weights: Tensor, p: Tensor) -> bool:
@@ -512,6 +485,15 @@ def by_head(tensor: Tensor, num_heads: int) -> Tensor | None:
     return tensor if tensor.dim() == 4 and tensor.shape[1] == num_heads else None
 
 
+def _spread_of(site: AttentionSite, logits: Tensor, visible: Tensor | None) -> Tensor:
+    if is_distributed(site.q.parameter) and logits.dim() == 4 and logits.shape[1] != site.num_heads:
+        raise WeightError(
+            f"{site.name}: its heads are spread over processes (tensor parallelism), so that none sees the logits of "
+            "all; do this before the model is parallelised"
+        )
+    return logit_spread(logits, site.num_heads, visible)
+
+
 def logit_spread(logits: Tensor, num_heads: int, visible: Tensor | None = None) -> Tensor:
     """Standard deviation over keys, in the mean over tokens and samples: (heads).
 
@@ -523,12 +505,12 @@ def logit_spread(logits: Tensor, num_heads: int, visible: Tensor | None = None) 
     mean = torch.where(seen, logits, 0.0).sum(-1) / count.clamp_min(1)
     square = torch.where(seen, (logits - mean[..., None]).square(), 0.0).sum(-1) / count.clamp_min(1)
     several = (count > 1)[..., None]
-    root = square.sqrt()[..., None]
-    separate = by_head(root, num_heads), by_head(several, num_heads)
-    if separate[0] is not None and separate[1] is not None:
-        root, several, axes = *separate, (0, 2, 3)
-        return (root * several).sum(axes) / several.sum(axes).clamp_min(1)
-    return ((root * several).sum() / several.sum().clamp_min(1)).expand(num_heads)
+
+    def total(part: Tensor) -> Tensor:
+        heads = by_head(part, num_heads)
+        return part.sum() if heads is None else heads.sum((0, 2, 3))
+
+    return (total(square.sqrt()[..., None] * several) / total(several).clamp_min(1)).expand(num_heads)
 
 
 def rms(tensor: Tensor) -> Tensor:

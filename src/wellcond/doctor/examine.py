@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.kernels import ADDED_FLOOR, is_masked
-from wellcond.attention.record import BlockRecord, ForwardRecord, SiteRecord, by_head, record, root_mean_square
+from wellcond.attention.record import BlockRecord, Field, ForwardRecord, SiteRecord, by_head, record, root_mean_square
 from wellcond.attention.sharding import whole
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.conditioning.methods import per_projection
@@ -23,6 +23,7 @@ from wellcond.init.tokens import embedding_layers, embedding_spread, position_ta
 from wellcond.jacobian.diagnosis import map_statistics
 from wellcond.linalg.spectrum import spectrum
 
+FIELDS: tuple[Field, ...] = ("tokens", "logits", "probabilities", "spread", "output", "stream")
 MOST_TOKENS, MOST_SAMPLES = 256, 2
 """Of which the condition number of the tokens is computed; it costs their cube."""
 SINGLE_PRECISION = 1e-6
@@ -44,14 +45,12 @@ def examine(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) -> Exa
     seen: dict[str, dict[str, Any]] = {}
 
     def keep(one: SiteRecord) -> None:
-        spread = one.logit_spread()
-        shown = {"logit_spread": None if spread is None else _defined(float(spread.mean()))}
-        seen[one.site.name] = shown | _of_tokens(one) | _of_map(one)
+        spread = None if one.spread is None else _defined(float(one.spread.mean()))
+        seen[one.site.name] = {"logit_spread": spread} | _of_tokens(one) | _of_map(one)
 
     layers, watch = embedding_layers(model), FiniteWatch()
-    asked = ("tokens", "logits", "probabilities", "output", "stream")
     names = [name for name, _ in layers]
-    found = record(model, batch, sites, asked, each=keep, outputs=names, modules=watch)  # type: ignore[arg-type]
+    found = record(model, batch, sites, FIELDS, each=keep, outputs=names, modules=watch)
     correction = conditioning_of(model)
     facts = []
     for one in found.sites:

@@ -17,13 +17,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.record import HOW_TO_SEE, ForwardRecord, SiteRecord, record, root_mean_square
+from wellcond.attention.record import HOW_TO_SEE, Field, ForwardRecord, record, root_mean_square
 from wellcond.attention.rollback import Rollback
 from wellcond.attention.sharding import broadcast_from_rank_zero, is_distributed, local_part, whole
 from wellcond.attention.site import AttentionSite, Slot
@@ -35,6 +34,7 @@ from wellcond.init.tokens import embedding_layers, embedding_spread, position_ta
 from wellcond.linalg.orthogonal import draw_normal, random_semi_orthogonal
 
 Start = Literal["gaussian", "semi_orthogonal", "keep"]
+SCALES: tuple[Field, ...] = ("spread", "stream")
 ROUNDS = 12
 CLOSE = 0.02
 """Factors within this of 1 end the rounds."""
@@ -78,7 +78,7 @@ def calibrated(
     if batch is None:
         raise ValueError("'calibrated' needs batch=..., what the model is called with: a tensor, a mapping or a tuple")
     model, sites = context.model, context.sites
-    _check_seen(observe_scales(model, batch, sites), logits, share)
+    _check_seen(record(model, batch, sites, SCALES), logits, share)
     with _Draft(model, context.rollback) as draft:
         for write in position_writes(model, position):
             draft.set_(write.parameter, write.values)
@@ -88,32 +88,11 @@ def calibrated(
                 for role in ("query", "key"):
                     _draw(site.by_role(role), start, context, draft)
         for _ in range(ROUNDS):
-            scales = observe_scales(model, batch, sites)
-            factors = [*_logit_factors(scales, logits, draft), *_share_factors(scales, share, draft)]
+            found = record(model, batch, sites, SCALES)
+            factors = [*_logit_factors(found, logits, draft), *_share_factors(found, share, draft)]
             if all(abs(math.log(factor)) <= CLOSE for factor in factors):
                 break
     yield from draft.planned
-
-
-@dataclass(frozen=True)
-class Scales:
-    """What one forward pass shows of the scales that are set here."""
-
-    seen: ForwardRecord
-    spreads: dict[str, Tensor]
-    """By the name of the attention layer: standard deviation of every head's logits over the keys a token may see."""
-
-
-def observe_scales(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) -> Scales:
-    """Run the model once on the batch."""
-    spreads: dict[str, Tensor] = {}
-
-    def keep(one: SiteRecord) -> None:
-        spread = one.logit_spread()
-        if spread is not None:
-            spreads[one.site.name] = spread
-
-    return Scales(record(model, batch, sites, ("logits", "stream"), each=keep), spreads)
 
 
 class _Draft(contextlib.AbstractContextManager["_Draft"]):
@@ -211,15 +190,14 @@ def _draw(slot: Slot, start: Start, context: InitContext, draft: _Draft) -> None
     slot.write_(_shared(values, slot.parameter))
 
 
-def _check_seen(scales: Scales, logits: float | None, share: float | None) -> None:
+def _check_seen(found: ForwardRecord, logits: float | None, share: float | None) -> None:
     """Raise WeightError for layers of which the pass did not show what is to be set."""
-    not_called = scales.seen.not_called
-    if not_called and (logits is not None or share is not None):
+    if found.not_called and (logits is not None or share is not None):
         raise WeightError(
-            f"{_some(not_called)}: not called on this batch, so that nothing of it can be calibrated; give a "
+            f"{_some(found.not_called)}: not called on this batch, so that nothing of it can be calibrated; give a "
             "batch that reaches every attention layer, or those that it reaches as sites=. Nothing was changed"
         )
-    hidden = [one for one in scales.seen.sites if one.why_logits_hidden and not _normalises(one.site)]
+    hidden = [one for one in found.sites if one.why_logits_hidden and not _normalises(one.site)]
     if hidden and logits is not None:
         names = [one.site.name for one in hidden]
         raise WeightError(
@@ -234,10 +212,10 @@ def _some(names: Sequence[str]) -> str:
     return (names[0] or "the attention layer") + (f" and {rest} more attention layer{'s' * (rest > 1)}" * bool(rest))
 
 
-def _logit_factors(scales: Scales, target: float | None, draft: _Draft) -> Iterator[float]:
+def _logit_factors(found: ForwardRecord, target: float | None, draft: _Draft) -> Iterator[float]:
     """Scale Q and K of every head by the same factor; of query heads that share a key, the key by their mean factor."""
-    for site in (one.site for one in scales.seen.sites):
-        spread = scales.spreads.get(site.name)
+    for one in found.sites:
+        site, spread = one.site, one.spread
         if target is None or spread is None or _normalises(site):
             continue
         spread = _shared(spread, site.q.parameter).cpu().double()
@@ -251,8 +229,8 @@ def _logit_factors(scales: Scales, target: float | None, draft: _Draft) -> Itera
         yield from factors.tolist()
 
 
-def _share_factors(scales: Scales, share: float | None, draft: _Draft) -> Iterator[float]:
-    for block in scales.seen.blocks:
+def _share_factors(found: ForwardRecord, share: float | None, draft: _Draft) -> Iterator[float]:
+    for block in found.blocks:
         if share is None or block.stream is None or not bool(block.stream) or block.scales_itself:
             continue
         target = share * float(block.stream)

@@ -18,12 +18,14 @@ from wellcond.attention import names
 from wellcond.attention.effective import class_without_conditioning, corrections_of
 from wellcond.attention.evaluation import Arguments
 from wellcond.attention.plain_copy import plain_class, plain_copy
-from wellcond.attention.record import NOT_CALLED, record
+from wellcond.attention.record import NOT_CALLED, Field, record
 from wellcond.attention.sharding import is_distributed, whole
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
 from wellcond.measurement.records import NUMERICAL, LayerReport
+
+ARGUMENTS: tuple[Field, ...] = ("arguments",)
 
 
 def measure_sharded(
@@ -38,7 +40,7 @@ def measure_sharded(
 
     Raises: WellcondError on every process, if something went wrong on the first or not one head could be measured.
     """
-    found = record(model, batch, sites, ("arguments",), copied=_copy)
+    found = record(model, batch, sites, ARGUMENTS, copied=_copy)
     rows: list[LayerReport] = []
     problem: str | None = None
     for seen in found.sites:
