@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,10 +50,10 @@ ADDED_FLOOR = -9e3
 def is_masked(logits: Tensor, visible: Tensor | None = None, *, depth: float = GONE, floor: float = FLOOR) -> Tensor:
     """Which keys are hidden from which queries: the one answer for the whole package.
 
-    A mask that the kernel itself got decides, boolean or of minus infinity (`visible`, True where a query may see a
-    key: `KernelCall.mask`). Without one, a logit is masked if it is below `floor` (below half the least number of a
-    16-bit type), or more than `depth` below the largest logit of its row; NaN counts as masked. A row that is masked as
-    a whole is a query that may attend to nothing.
+    A boolean mask that the kernel itself got decides, and minus infinity (`visible`, True where a query may see a key:
+    `KernelCall.mask`). Where numbers were added, a logit is masked if it is below `floor` (below half the least number
+    of a 16-bit type), or more than `depth` below the largest logit of its row; NaN counts as masked. A row that is
+    masked as a whole is a query that may attend to nothing.
 
     Depths: `GONE` where derivatives are taken; `ADDED` for the spread of logits; none, with `ADDED_FLOOR`, for the
     entropy of a map.
@@ -103,14 +103,10 @@ class KernelCall:
         return logits if self.visible is None else logits.masked_fill(~self.visible, -torch.inf)
 
     def mask(self) -> Tensor | None:
-        """True where a query may see a key, broadcastable to the logits; None if finite numbers may hide some."""
-        if self.why_no_logits:
+        """True where a query may see a key, broadcastable to the logits; None where numbers that are added may hide it."""
+        if self.why_no_logits or self.bias is not None:
             return None
-        visible = torch.ones((), dtype=torch.bool, device=self.q.device) if self.visible is None else self.visible
-        if self.bias is None:
-            return visible
-        finite = self.bias != -torch.inf
-        return None if bool(finite.all()) else visible & finite
+        return torch.ones((), dtype=torch.bool, device=self.q.device) if self.visible is None else self.visible
 
     def output(self, logits: Tensor) -> Tensor:
         """What softmax attention with these logits puts out."""
@@ -355,7 +351,10 @@ class KernelTrace:
     products: list[tuple[Tensor, Tensor]] | None = None
     softmaxes: list[tuple[Tensor, Tensor]] | None = None
     """Logits and probabilities."""
-    calls: list[KernelCall] | None = None
+    calls: list[KernelCall] = field(default_factory=list)
+    """Fused kernels."""
+    evaluate: bool = True
+    """Whether logits and probabilities of fused kernels are computed again."""
     scale: float | None = None
     """Of the attention layer."""
     operators: tuple[str, ...] = ()
@@ -380,11 +379,11 @@ class KernelTrace:
     def add(self, call: KernelCall) -> None:
         """Note a fused kernel; its logits and probabilities are computed where they are asked for."""
         call = call.copy()
-        if self.calls is not None and self.sdpa:
+        if self.sdpa:
             self.calls[-1] = replace(self.calls[-1], lse=call.lse)
-        elif self.calls is not None:
+        else:
             self.calls.append(call)
-        if self.softmaxes is None or call.why_no_logits:
+        if self.softmaxes is None or not self.evaluate or call.why_no_logits:
             return
         logits = call.logits()
         p = probabilities_of(logits)
@@ -435,7 +434,7 @@ class SdpaWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function and note its arguments."""
         trace = self.kernels.trace
-        if func is not scaled_dot_product_attention or trace is None or trace.calls is None:
+        if func is not scaled_dot_product_attention or trace is None:
             return func(*args, **(kwargs or {}))
         call = read_sdpa(args, kwargs or {})
         trace.calls.append(call.copy())

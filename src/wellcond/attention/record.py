@@ -131,8 +131,9 @@ class SiteRecord:
 
     @property
     def mask(self) -> Tensor | None:
-        """True where a query may see a key, where the kernel got a boolean mask, one of -inf, or none at all."""
-        return self.trace.calls[0].mask() if self.trace.calls else None
+        """True where a query may see a key, where a fused kernel got a boolean mask or none at all."""
+        calls = self.trace.calls
+        return calls[0].mask() if calls and len(self.softmaxes) in (0, len(calls)) else None
 
     @property
     def lse(self) -> Tensor | None:
@@ -360,7 +361,7 @@ def _trace_of(one: SiteRecord) -> KernelTrace:
     return KernelTrace(
         products=[] if products else None,
         softmaxes=[] if one.fields & {*KERNEL_FIELDS, "spread"} else None,
-        calls=[],
+        evaluate=bool(one.fields & {"products", "logits", "probabilities", "spread"}),
         scale=one.site.scale,
     )
 
@@ -434,7 +435,10 @@ def _missing(one: SiteRecord) -> Iterator[tuple[str, str]]:
             why = hidden or "which products are those of queries and keys cannot be told"
             yield from ((name, why) for name in ("q", "k", "v"))
         if one.mask is None:
-            yield "mask", "it is part of what the kernel adds to the logits" if fused else "the softmax gets no mask"
+            yield (
+                "mask",
+                "it is part of the numbers that are added to the logits" if fused else "the softmax gets no mask",
+            )
         if one.lse is None:
             yield "lse", "the kernel does not return it"
     if "heads" in one.fields and one.heads is None:
