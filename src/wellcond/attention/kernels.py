@@ -103,7 +103,7 @@ class KernelCall:
         return logits if self.visible is None else logits.masked_fill(~self.visible, -torch.inf)
 
     def mask(self) -> Tensor | None:
-        """True where a query may see a key, broadcastable to the logits; None where numbers that are added may hide it."""
+        """True where a query may see a key, broadcastable to the logits; None where added numbers may hide it."""
         if self.why_no_logits or self.bias is not None:
             return None
         return torch.ones((), dtype=torch.bool, device=self.q.device) if self.visible is None else self.visible
