@@ -435,10 +435,8 @@ def _missing(one: SiteRecord) -> Iterator[tuple[str, str]]:
             why = hidden or "which products are those of queries and keys cannot be told"
             yield from ((name, why) for name in ("q", "k", "v"))
         if one.mask is None:
-            yield (
-                "mask",
-                "it is part of the numbers that are added to the logits" if fused else "the softmax gets no mask",
-            )
+            why = "numbers are added to the logits, which may hide keys" if fused else "the softmax gets no mask"
+            yield "mask", why
         if one.lse is None:
             yield "lse", "the kernel does not return it"
     if "heads" in one.fields and one.heads is None:
