@@ -40,7 +40,14 @@ def measure_sharded(
 
     Raises: WellcondError on every process, if something went wrong on the first or not one head could be measured.
     """
-    found = record(model, batch, sites, ARGUMENTS, copied=_copy)
+    stored = {id(site): site.q.parameter.dtype for site in sites}
+
+    def copied_in_full(site: AttentionSite, tensor: Tensor) -> Tensor:
+        # FSDP2 may compute in another precision than it stores, which is the one that is measured.
+        dtype = stored[id(site)] if tensor.is_floating_point() else tensor.dtype
+        return whole(tensor).to("cpu", dtype, copy=True)
+
+    found = record(model, batch, sites, ARGUMENTS, copied=copied_in_full)
     rows: list[LayerReport] = []
     problem: str | None = None
     for seen in found.sites:
@@ -70,12 +77,6 @@ def decided_by_first(value: Any) -> Any:
     holder = [value]
     torch.distributed.broadcast_object_list(holder, src=0)
     return holder[0]
-
-
-def _copy(site: AttentionSite, tensor: Tensor) -> Tensor:
-    """Full and on the CPU, in the precision that is stored: FSDP2 may compute in another one than is measured."""
-    dtype = site.q.parameter.dtype if tensor.is_floating_point() else tensor.dtype
-    return whole(tensor).to("cpu", dtype, copy=True)
 
 
 def _plain_site(site: AttentionSite) -> AttentionSite:
