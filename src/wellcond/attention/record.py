@@ -33,7 +33,7 @@ from wellcond.errors import WeightError
 
 Field = Literal[
     "arguments", "tokens", "operands", "products", "logits", "probabilities", "spread", "heads", "output", "stream"
-]  # fmt: skip
+]
 KERNEL_FIELDS = frozenset({"operands", "products", "logits", "probabilities"})
 ROLES = ("query", "key", "value")
 COMPARED_KINDS = ("softmax", "channel")
