@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -15,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -180,3 +182,37 @@ def wrap_loading_of_trainer(around: Callable[[str, nn.Module], AbstractContextMa
     trainers.Trainer._load_from_checkpoint = load_from_checkpoint
     trainers.Trainer._load_best_model = load_best_model
     _WRAPPED.add(trainers.Trainer)
+
+
+__all__ = ["TorchDispatchMode", "higher_order_name", "operator_arguments", "return_names"]
+
+
+def higher_order_name(operator: Any) -> str | None:
+    """Name of a higher-order operator (flex_attention); None for an ordinary one.
+
+    Needs the class torch._ops.HigherOrderOperator: nothing public tells what a dispatch mode was called with. Tried
+    with torch 2.15.
+    """
+    return operator.name() if isinstance(operator, HigherOrderOperator) else None
+
+
+def operator_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What an operator was called with, by the names of its schema, defaults included.
+
+    Needs `OpOverload._schema`, and `__call__` of the class of a higher-order operator: no public function gives the
+    names of an operator's arguments. Tried with torch 2.15.
+    """
+    if isinstance(operator, HigherOrderOperator):
+        return dict(inspect.signature(type(operator).__call__).bind(operator, *args, **kwargs).arguments)
+    declared = operator._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
+    given = {argument.name: value for argument, value in zip(declared, args, strict=False)}
+    return {**defaults, **given, **kwargs}
+
+
+def return_names(operator: Any) -> tuple[str, ...]:
+    """Names of what an operator returns, empty where its schema gives none.
+
+    Needs `OpOverload._schema`: as `operator_arguments`. Tried with torch 2.15.
+    """
+    return tuple(value.name for value in operator._schema.returns)

@@ -1,12 +1,16 @@
 """`wellcond doctor`."""
 
+import importlib
 import json
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_model
 
 import wellcond as wc
+from wellcond.attention import find, record
+from wellcond.init import tokens
 from wellcond.lab.models.build import build_model
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 4}
@@ -61,3 +65,15 @@ def test_mistakes(run, tmp_path):
         message, _ = run("doctor", *arguments)
         assert isinstance(message, str) and said in message
     assert run("doctor", *MODEL, "--weights", tmp_path / "none.pt")[0] == 2
+
+
+def test_one_scan_and_one_forward_pass(monkeypatch):
+    scans, passes = [], []
+    for module in (find, importlib.import_module("wellcond.doctor.diagnose"), tokens):
+        scan = module.scan_attention
+        monkeypatch.setattr(module, "scan_attention", lambda model, scan=scan: scans.append(1) or scan(model))
+    run = record.run
+    monkeypatch.setattr(record, "run", lambda model, batch: passes.append(1) or run(model, batch))
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2)
+    found = wc.diagnose(model, torch.randn(2, 3, 32, 32))
+    assert found.tokens.positions == ("pos_embed",) and len(scans) == len(passes) == 1

@@ -11,10 +11,20 @@ import wellcond as wc
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
-@torch.library.custom_op("wellcond_tests::attention", mutates_args=())
-def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A stand-in for the kernels of flash-attn and xformers: an operator that dispatch modes cannot look into."""
+@torch.library.custom_op("wellcond_tests::packed", mutates_args=())
+def packed(qkv: torch.Tensor) -> torch.Tensor:
+    """An operator that dispatch modes cannot look into, and whose arguments are not queries, keys and values."""
+    q, k, v = qkv.unbind(0)
     return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+
+
+def kernel(q, k, v):
+    return packed(torch.stack([q, k, v]))
+
+
+def flex(q, k, v):
+    """With a score_mod that is a function of one position only."""
+    return flex_attention.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + torch.stack([i, j]).sum())
 
 
 class Attention(nn.Module):
@@ -42,7 +52,13 @@ def model_with(attend):
     return nn.Sequential(Block(nn.functional.scaled_dot_product_attention), Block(attend))
 
 
-KERNELS = {"wellcond_tests.attention": kernel, "flex_attention": flex_attention.flex_attention}
+KERNELS = {"wellcond_tests.packed": kernel, "flex_attention": flex}
+
+
+def test_a_kernel_whose_logits_follow_from_its_arguments_is_seen():
+    torch.manual_seed(0)
+    found = wc.diagnose(model_with(flex_attention.flex_attention), torch.randn(2, 6, 32))
+    assert found.findings == () and all(layer.entropy > 0 and layer.not_seen == () for layer in found.layers)
 
 
 @pytest.fixture(params=KERNELS)

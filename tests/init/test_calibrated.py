@@ -19,7 +19,8 @@ from transformers import (
 
 import wellcond as wc
 from lab.small import assert_same_run, small_job, stop_after
-from wellcond.attention.signals import find_blocks, logit_spread, read_signals, root_mean_square
+from wellcond.attention.blocks import find_blocks
+from wellcond.attention.record import logit_spread, record, root_mean_square
 from wellcond.errors import WeightError
 from wellcond.lab.train.run import run_job
 
@@ -73,16 +74,17 @@ def test_logits_and_shares_are_what_was_asked_for(name):
     training = model.training
     calibrated(model, batch, logits=0.7, share=0.2)
     sites = wc.find_attention(model)
-    signals = read_signals(model, batch, sites)
+    found = record(model, batch, sites, ("spread", "stream"))
+    blocks = found.blocks
     assert model.training == training
-    for spread in signals.spreads.values():
+    for spread in (one.spread for one in found.sites if one.spread is not None):
         torch.testing.assert_close(spread, torch.full_like(spread, 0.7), rtol=0.05, atol=0)
     count = 0
-    for block in signals.blocks:
+    for block in blocks:
         for added in (*block.attention.values(), block.mlp_added):
-            assert added / block.stream == pytest.approx(0.2, rel=0.05)
+            assert float(added / block.stream) == pytest.approx(0.2, rel=0.05)
             count += 1
-    assert count == len(sites) + len(signals.blocks) and {s for b in signals.blocks for s in b.sites} == set(sites)
+    assert count == len(sites) + len(blocks) and {s for b in blocks for s in b.sites} == set(sites)
 
 
 @pytest.mark.parametrize("name, table, layer", [
@@ -92,7 +94,7 @@ def test_logits_and_shares_are_what_was_asked_for(name):
 def test_positions_are_as_large_as_the_embeddings_spread(name, table, layer):
     model, batch = built(name)
     calibrated(model, batch, positions=0.5, words=0.8)
-    [out] = read_signals(model, batch, wc.find_attention(model), outputs=[layer]).outputs.values()
+    [out] = record(model, batch, (), (), outputs=[layer]).outputs.values()
     rows = out.movedim(1, -1).flatten(0, -2) if out.dim() == 4 else out.flatten(0, -2)
     spread = root_mean_square(rows - rows.mean(0))
     assert root_mean_square(dict(model.named_parameters())[table]) == pytest.approx(0.5 * spread, rel=1e-4)

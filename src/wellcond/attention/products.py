@@ -1,9 +1,4 @@
-"""What an attention multiplies, where its kernel shows it: operands of every product, inputs and outputs of softmaxes.
-
-Every product of a forward pass, however it was written (`@`, einsum, scaled_dot_product_attention with the plain
-backend), reaches torch's dispatcher as `bmm` or `mm`; a dispatch mode records their operands, and the softmax between
-them gives scale and causality.
-"""
+"""Do the products of a forward pass fit a reading of the weights? Scale, causality, rotation and bias of the logits."""
 
 from __future__ import annotations
 
@@ -11,38 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from wellcond.attention.kernels import FLOOR, ProductRecorder
 from wellcond.attention.site import AttentionSite
 
+__all__ = ["RELATIVE_TOLERANCE", "ProductRecorder", "expected_heads", "facts_of", "proportional"]
+
 RELATIVE_TOLERANCE = 1e-5  # some modules compute in float32 inside, whatever they are given
-
-
-class ProductRecorder(TorchDispatchMode):
-    """Records operands of every matrix product, and input and output of every softmax."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
-        self.products: list[tuple[Tensor, Tensor]] = []
-        self.softmaxes: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and keep what it multiplied."""
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in ("bmm", "mm"):
-            self.products.append((as_batch(args[0]), as_batch(args[1])))
-        elif name in ("baddbmm", "addmm"):
-            self.products.append((as_batch(args[1]), as_batch(args[2])))
-        elif name in ("_softmax", "_safe_softmax"):
-            self.softmaxes.append((args[0].detach().clone(), result.detach().clone()))
-        return result
-
-
-def as_batch(matrix: Tensor) -> Tensor:
-    """A recorded operand as (batch, rows, columns)."""
-    return matrix.detach().clone().reshape(-1, *matrix.shape[-2:])
 
 
 def proportional(found: Tensor, expected: Tensor) -> float | None:
@@ -102,7 +72,7 @@ def logit_facts(logits: Tensor, p: Tensor, products: Tensor) -> dict[str, Any]:
     """Causality, scale and position bias of a softmax's logits, beside the products that they are made of."""
     above = torch.ones_like(p[0]).triu(1).bool()
     causal = bool((p[:, above] < 1e-12).all())
-    seen = (p > 0) & torch.isfinite(logits) & (logits > -1e8)
+    seen = (p > 0) & torch.isfinite(logits) & (logits > FLOOR)
     factor = proportional(logits[seen], products[seen])
     # A bias on the logits leaves no common factor: the scale is then not measurable this way.
     return {"causal": causal, "scale": factor, "relative_position_bias": factor is None}

@@ -1,260 +1,529 @@
-"""One watched forward pass: what each attention was called with, what its projections read, what it multiplied.
+"""One observation of a forward pass: the only code that hooks a model.
 
-The pass is the model's own, in its dtype and on its device. Nothing of the model is left changed: training flags,
-hooks, random state, gradients and global switches of torch are what they were.
+`record(model, batch, sites, fields)` runs the model once in evaluation mode and returns, for every attention layer,
+what it was called with, what its projections read, what its kernel got and computed, what it put out, and what its
+block added to the stream. `observe` installs the same hooks around a pass that somebody else runs, such as a training
+step.
+
+Only the fields asked for are copied. What was asked for and not seen stands in `SiteRecord.not_seen` with the reason;
+its value is None, which nobody may take for zero.
+
+The model is left as it was, also after an error: training flags, hooks, random state, gradients, global switches.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.hooks import RemovableHandle
 
-from wellcond.attention.products import ProductRecorder
+from wellcond.attention.blocks import Block, find_blocks, is_matrix
+from wellcond.attention.evaluation import copy_argument, eval_scope, first_tensor, run
+from wellcond.attention.kernels import ADDED, KernelCall, KernelTrace, KernelWatch, SdpaWatch, is_masked
+from wellcond.attention.sharding import is_distributed, reshard_
 from wellcond.attention.site import AttentionSite
+from wellcond.errors import WeightError
 
+Field = Literal[
+    "arguments", "tokens", "operands", "products", "logits", "probabilities", "spread", "heads", "output", "stream"
+]
+KERNEL_FIELDS = frozenset({"operands", "products", "logits", "probabilities"})
 ROLES = ("query", "key", "value")
+COMPARED_KINDS = ("softmax", "channel")
+"""Attention layers whose first softmax is of logits that grow with Q and K."""
+NOT_CALLED = "the forward pass on this batch does not call it"
 JOINED = "it is a second stream of an attention layer, of which the first is watched"
-TORCH_OPERATORS = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional")
-SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
-@dataclass(frozen=True, eq=False)
-class Arguments:
-    """What a module is called with, where that is positional and by name at once."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+NESTED = "it runs inside another attention layer"
+HOW_TO_SEE = (
+    "run it with scaled_dot_product_attention or plain matrix products, in Hugging Face models "
+    'model.set_attn_implementation("sdpa")'
+)
+"""What to do where no softmax is visible; training may use any kernel."""
 
 
 @dataclass(eq=False)
-class SiteCall:
-    """The first call of an attention module in a forward pass.
+class SiteRecord:
+    """The first call of an attention layer in a forward pass; everything is None, or empty, unless asked for and seen.
 
-    `inputs` are what the projection modules read, by role; a projection whose weight is used without calling its module
-    has no entry, nor has one that is called several times. `heads` is what W_O read, where W_O is a module that is
-    called inside this attention.
+    The kernel's tensors (`q`, `k`, `v`, `logits`, `probabilities`, `mask`, `lse`, `products`, `softmaxes`) are those of
+    its first call inside the layer, and dropped after the caller's `each` has seen them.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    site: AttentionSite
+    fields: frozenset[str] = frozenset()
+    count: int = 0
+    """How often the layer was called."""
+    seen: bool = False
+    """Whether its first call was watched to the end."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    argument: Tensor | None = None
+    """The first tensor of the call."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
+    """Tokens that the projections read, by role; none for one whose weight is used without calling its module, nor for
+    one that is called several times."""
     heads: Tensor | None = None
+    """What W_O read, where W_O is a module that is called inside this layer."""
     output: Any = None
-    products: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    softmaxes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    kernels: list[str] = field(default_factory=list)
-    """Operators outside torch's own set, and higher-order ones (flex_attention): what happens inside is not seen."""
-    repeated: set[str] = field(default_factory=set)
-    done: bool = False
+    """The first tensor that it returned."""
+    spread: Tensor | None = None
+    """Standard deviation of every head's logits over the keys that a token may see, (heads)."""
+    block: BlockRecord | None = None
+    """Of the stream before and after; None for a layer that stands in no block."""
+    trace: KernelTrace = field(default_factory=KernelTrace, repr=False)
+    not_seen: dict[str, str] = field(default_factory=dict)
+    """What was asked for and not seen, with the reason."""
+    repeated: set[str] = field(default_factory=set, repr=False)
+
+    @property
+    def called(self) -> bool:
+        """Whether the batch reaches it."""
+        return self.count > 0
+
+    @property
+    def products(self) -> list[tuple[Tensor, Tensor]]:
+        """Operands of all matrix products, (batch, rows, columns) each."""
+        return self.trace.products or []
+
+    @property
+    def softmaxes(self) -> list[tuple[Tensor, Tensor]]:
+        """Logits and probabilities of all softmaxes; those of fused kernels are computed again."""
+        return self.trace.softmaxes or []
+
+    @property
+    def logits(self) -> Tensor | None:
+        """What the first softmax read: (..., N, M), heads where the kernel has them."""
+        return self.softmaxes[0][0] if self.softmaxes else None
+
+    @property
+    def probabilities(self) -> Tensor | None:
+        """What the first softmax gave."""
+        return self.softmaxes[0][1] if self.softmaxes else None
+
+    @property
+    def kernel(self) -> KernelCall | None:
+        """The first call of a kernel: of a fused one as it was; of an eager one, product and softmax."""
+        if self.trace.calls:
+            return self.trace.calls[0]
+        return _eager_call(self.products, self.softmaxes)
+
+    @property
+    def q(self) -> Tensor | None:
+        """Queries as the kernel got them, after rotation, norm and gain: (..., N, d)."""
+        return None if self.kernel is None else self.kernel.q
+
+    @property
+    def k(self) -> Tensor | None:
+        """Keys as the kernel got them: (..., M, d)."""
+        return None if self.kernel is None else self.kernel.k
+
+    @property
+    def v(self) -> Tensor | None:
+        """Values as the kernel got them: (..., M, e)."""
+        return None if self.kernel is None else self.kernel.v
+
+    @property
+    def mask(self) -> Tensor | None:
+        """True where a query may see a key, where a fused kernel got a boolean mask or none at all."""
+        calls = self.trace.calls
+        return calls[0].mask() if calls and len(self.softmaxes) in (0, len(calls)) else None
+
+    @property
+    def lse(self) -> Tensor | None:
+        """Log-sum-exp of every row of logits, where the kernel returns it."""
+        return self.trace.calls[0].lse if self.trace.calls else None
+
+    @property
+    def why_logits_hidden(self) -> str:
+        """Why its logits were not seen; empty if they were, or if it has none that grow with Q and K."""
+        if not self.seen:
+            return JOINED if self.called and self.site.stream else ""
+        why = self.not_seen.get("logits", self.not_seen.get("spread", ""))
+        return why if self.site.kind in COMPARED_KINDS else ""
+
+    def largest_logits(self) -> tuple[Tensor, Tensor] | None:
+        """Bounds of the largest logit of every row, equal where the logits are known; None if nothing is known.
+
+        Of n numbers, lse - ln n <= max <= lse.
+        """
+        if self.logits is not None:
+            largest = self.logits.amax(-1)
+            return largest, largest
+        if self.lse is None or self.k is None:
+            return None
+        return self.lse - math.log(self.k.shape[-2]), self.lse
+
+    def conclude(self) -> None:
+        """Reduce the logits to their spread, and write down what was asked for and not seen.
+
+        Raises: WeightError if the spread is asked for and the heads are spread over processes.
+        """
+        if "spread" in self.fields and self.logits is not None and self.site.kind in COMPARED_KINDS:
+            self.spread = _spread_of(self.site, self.logits, self.mask)
+        if self.seen:
+            self.not_seen = dict(_missing(self))
+        else:
+            why = NESTED if self.called else NOT_CALLED
+            self.not_seen = dict.fromkeys(self.fields, JOINED if self.called and self.site.stream else why)
 
 
-class SiteRecorder(ProductRecorder):
-    """Records products and softmaxes, but only while an attention is running: other operations cost nothing more."""
+@dataclass(eq=False)
+class BlockRecord(Block):
+    """Root mean squares of what a block received and of what its parts added, as tensors; None where not seen."""
 
-    call: SiteCall | None = None
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record the operation; of one that cannot be looked into, its name."""
-        higher_order = isinstance(func, HigherOrderOperator)
-        if self.call is not None and (higher_order or func.namespace not in TORCH_OPERATORS):
-            self.call.kernels.append(func.name() if higher_order else str(func.overloadpacket))
-        if higher_order:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def begin(self, call: SiteCall) -> None:
-        """Record into this call from now on."""
-        self.call, self.products, self.softmaxes = call, call.products, call.softmaxes
-        self.__enter__()
-
-    def end(self) -> None:
-        """Stop recording, if it is still active."""
-        if self.call is not None:
-            self.__exit__(None, None, None)
-            self.call, self.products, self.softmaxes = None, [], []
+    stream: Tensor | None = None
+    attention: dict[str, Tensor] = field(default_factory=dict)
+    """What attention added, by the name of the site."""
+    mlp: nn.Module | None = None
+    """The last matrix of the MLP."""
+    mlp_added: Tensor | None = None
 
 
-def watch_sites(
-    model: nn.Module, batch: Any, sites: Sequence[AttentionSite], finish: Callable[[AttentionSite, SiteCall], None]
-) -> list[int]:
-    """Run the model once; `finish(site, call)` is called as soon as the first call of a site has returned.
+@dataclass(frozen=True, eq=False)
+class ForwardRecord:
+    """What one forward pass showed."""
 
-    Returns: how often each site was called.
+    sites: list[SiteRecord]
+    """In the order in which the sites were given."""
+    blocks: list[BlockRecord]
+    """Of the attention layers, in their order; empty unless the stream was asked for."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """What the modules asked for put out in their first call, by name."""
+
+    @property
+    def not_called(self) -> tuple[str, ...]:
+        """Names of attention layers that this batch does not reach."""
+        return tuple(one.site.name for one in self.sites if not one.called)
+
+
+def record(
+    model: nn.Module,
+    batch: Any,
+    sites: Sequence[AttentionSite],
+    fields: Collection[Field] = get_args(Field),
+    *,
+    each: Callable[[SiteRecord], None] | None = None,
+    outputs: Sequence[str] = (),
+    modules: Any = None,
+    copied: Callable[[AttentionSite, Tensor], Tensor] | None = None,
+) -> ForwardRecord:
+    """Run a model once, in evaluation mode and without gradients, and return what each attention layer did.
+
+    Args:
+        model: any model.
+        batch: a tensor, a mapping of keyword arguments, a tuple of arguments, or a function that calls the model.
+        sites: its attention layers.
+        fields: what to keep of each: ``arguments`` of the call; ``tokens`` that the projections read; ``operands`` of
+            the kernel (q, k, v, mask, LSE); ``products``, the operands of all matrix products; ``logits``;
+            ``probabilities``; ``spread``, the standard deviation of the logits; ``heads``, what W_O read; the
+            ``output``; the ``stream`` (what its block received, and what attention and MLP added). All by default.
+        each: called with the record of every site as soon as its first call has returned. The kernel's tensors are
+            dropped afterwards, so that no more than one layer's attention maps are held.
+        outputs: names of modules whose outputs to keep.
+        modules: an object that looks at every module: ``entered(name, module, args, kwargs)`` when it is called,
+            ``left(name, module, args, output)`` when it returns.
+        copied: how a tensor of the arguments is copied; `torch.clone` by default.
+
+    Example:
+        >>> from wellcond import find_attention
+        >>> attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> x = torch.randn(1, 5, 8)
+        >>> seen = record(attention, (x, x, x), find_attention(attention)).sites[0]
+        >>> seen.logits.shape, seen.q.shape, sorted(seen.not_seen)
+        (torch.Size([2, 5, 5]), torch.Size([2, 5, 4]), ['heads', ...])
     """
-    recorder, counts = SiteRecorder(), [0] * len(sites)
-    with contextlib.ExitStack() as stack:
-        for index, site in enumerate(sites):
-            for handle in _watch(site, index, counts, recorder, finish):
-                stack.callback(handle.remove)
-        with undisturbed(model):
-            stack.callback(recorder.end)  # of an attention that raised
+    options: dict[str, Any] = {"each": each, "outputs": outputs, "modules": modules, "copied": copied}
+    try:
+        with observe(model, sites, fields, **options) as found, eval_scope(model):
             run(model, batch)
-    return counts
+    finally:
+        reshard_(model)  # without a backward pass FSDP2 may keep full weights, which the next update would leave behind
+    return found
 
 
-def run(model: nn.Module, batch: Any) -> Any:
-    """The model on a batch: a tensor, a mapping of keyword arguments, a tuple of arguments, or a function of it."""
-    if callable(batch):
-        return batch(model)
-    if isinstance(batch, Arguments):
-        return model(*batch.args, **batch.kwargs)
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+@contextlib.contextmanager
+def observe(
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    fields: Collection[Field],
+    *,
+    each: Callable[[SiteRecord], None] | None = None,
+    outputs: Sequence[str] = (),
+    modules: Any = None,
+    copied: Callable[[AttentionSite, Tensor], Tensor] | None = None,
+) -> Iterator[ForwardRecord]:
+    """Hook a model while somebody else runs it, with the arguments of `record`; nothing of the pass is changed."""
+    wanted = frozenset(fields)
+    blocks = [BlockRecord(b.name, b.module, b.sites) for b in find_blocks(model, sites)] if "stream" in wanted else []
+    around = {id(site): block for block in blocks for site in block.sites}
+    found = ForwardRecord([SiteRecord(site, wanted, block=around.get(id(site))) for site in sites], blocks)
+    hooks = _Hooks(wanted, each, copied or (lambda _, tensor: tensor.clone()))
+    with contextlib.ExitStack() as stack:
+        handles = [_module_hooks(model, modules), *(_block_hooks(block) for block in blocks)]
+        handles += [_output_hooks(model, outputs, found.outputs), *(hooks.of_site(one) for one in found.sites)]
+        for some in handles:
+            for handle in some:
+                stack.callback(handle.remove)
+        if wanted & {*KERNEL_FIELDS, "spread"}:
+            hooks.kernels = stack.enter_context(KernelWatch())
+        if hooks.kernels is not None and "operands" in wanted:
+            stack.enter_context(SdpaWatch(hooks.kernels))
+        yield found
+    for one in found.sites:
+        if not one.seen:
+            one.conclude()
 
 
-def _watch(
-    site: AttentionSite,
-    index: int,
-    counts: list[int],
-    recorder: SiteRecorder,
-    finish: Callable[[AttentionSite, SiteCall], None],
-) -> Iterator[torch.utils.hooks.RemovableHandle]:
-    current: list[SiteCall] = []
+@dataclass(eq=False)
+class _Hooks:
+    """The hooks of attention layers; of nested ones the kernels of the outermost are watched, in its first call."""
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        counts[index] += 1
-        if counts[index] == 1 and recorder.call is None:
+    wanted: frozenset[str]
+    each: Callable[[SiteRecord], None] | None
+    copied: Callable[[AttentionSite, Tensor], Tensor]
+    kernels: KernelWatch | None = None
+    running: list[SiteRecord] = field(default_factory=list)
+
+    def of_site(self, one: SiteRecord) -> Iterator[RemovableHandle]:
+        """Install those of one site."""
+        site = one.site
+        yield site.module.register_forward_pre_hook(partial(self.enter, one), with_kwargs=True)
+        yield site.module.register_forward_hook(partial(self.leave, one))
+        for role in ROLES if "tokens" in self.wanted else ():
+            owner = site.by_role(role).owner
+            if owner is not site.module:
+                yield owner.register_forward_pre_hook(partial(self.read, one, role), with_kwargs=True)
+        if "heads" in self.wanted and site.o is not None and site.o.owner is not site.module:
+            yield site.o.owner.register_forward_pre_hook(partial(self.read, one, "output"), with_kwargs=True)
+
+    def enter(self, one: SiteRecord, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin the first call of a site."""
+        one.count += 1
+        if one.count > 1 or (self.running and self.kernels is not None):
+            return
+        self.running.append(one)
+        if "arguments" in self.wanted:
             memo: dict[int, Any] = {}
-            current.append(SiteCall(copy_argument(args, memo), copy_argument(kwargs, memo)))
-            recorder.begin(current[0])
+            cast = partial(self.copied, one.site)
+            one.args, one.kwargs = copy_argument(args, memo, cast), copy_argument(kwargs, memo, cast)
+            one.argument = first_tensor((*one.args, *one.kwargs.values()))
+        elif "tokens" in self.wanted:
+            one.argument = _clone(first_tensor((*args, *kwargs.values())))
+        if self.kernels is not None:
+            one.trace = _trace_of(one)
+            self.kernels.trace = one.trace
 
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if current and not current[0].done:
-            recorder.end()
-            current[0].done = True
-            current[0].output = copy_argument(first_tensor(output), {})
-            finish(site, current[0])
-            current[0].products.clear()
-            current[0].softmaxes.clear()
+    def leave(self, one: SiteRecord, module: nn.Module, args: Any, output: Any) -> None:
+        """End the first call of a site."""
+        if one not in self.running:
+            return
+        self.running.remove(one)
+        one.seen = True
+        if self.kernels is not None:
+            self.kernels.trace = None
+        tensor = first_tensor(output)
+        if "output" in self.wanted:
+            one.output = _clone(tensor)
+        own_output = one.site.o is None or any(one.site.o.owner is part for part in one.site.module.modules())
+        if one.block is not None and own_output and tensor is not None:
+            # W_O may be a weight that is used without calling its module (`nn.MultiheadAttention`).
+            one.block.attention.setdefault(one.site.name, rms(tensor))
+        one.conclude()
+        if self.each is not None:
+            self.each(one)
+        if self.each is not None or not one.fields & KERNEL_FIELDS:
+            one.trace = KernelTrace()
 
-    yield site.module.register_forward_pre_hook(before, with_kwargs=True)
-    yield site.module.register_forward_hook(after, with_kwargs=True)
-
-    def reads(role: str) -> Any:
-        def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-            read, call = first_tensor((*args, *kwargs.values())), recorder.call
-            if read is None or call is None or not current or call is not current[0]:
-                return
-            if role == "output":
-                call.heads = read.detach().clone() if call.heads is None else call.heads
-            elif role in call.inputs or role in call.repeated:
-                call.repeated.add(role)
-                call.inputs.pop(role, None)
-            else:
-                call.inputs[role] = read.detach().clone()
-
-        return keep
-
-    for role in ROLES:
-        owner = site.by_role(role).owner
-        if owner is not site.module:
-            yield owner.register_forward_pre_hook(reads(role), with_kwargs=True)
-    if site.o is not None and site.o.owner is not site.module:
-        yield site.o.owner.register_forward_pre_hook(reads("output"), with_kwargs=True)
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return next((found for part in value if (found := first_tensor(part)) is not None), None)
-    return None
+    def read(self, one: SiteRecord, role: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keep what a projection reads."""
+        tensor = first_tensor((*args, *kwargs.values()))
+        if tensor is None or one not in self.running:
+            return
+        if role == "output":
+            one.heads = _clone(tensor) if one.heads is None else one.heads
+        elif role in one.inputs or role in one.repeated:
+            one.repeated.add(role)
+            one.inputs.pop(role, None)
+        else:
+            one.inputs[role] = tensor.detach().clone()
 
 
-def is_cache(value: Any) -> bool:
-    """Whether this is a cache of keys and values, as Hugging Face hands to its layers."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+def _trace_of(one: SiteRecord) -> KernelTrace:
+    """Empty lists for what was asked for."""
+    products = bool(one.fields & {"operands", "products"})
+    return KernelTrace(
+        products=[] if products else None,
+        softmaxes=[] if one.fields & {*KERNEL_FIELDS, "spread"} else None,
+        evaluate=bool(one.fields & {"products", "logits", "probabilities", "spread"}),
+        scale=one.site.scale,
+    )
 
 
-def copy_argument(value: Any, memo: dict[int, Any], cast: Callable[[Tensor], Tensor] = torch.clone) -> Any:
-    """A copy of a call's arguments that later writes cannot reach; tensors that are one object stay one object.
+def _module_hooks(model: nn.Module, observer: Any) -> Iterator[RemovableHandle]:
+    for name, module in model.named_modules() if observer is not None else ():
+        yield module.register_forward_pre_hook(partial(observer.entered, name), with_kwargs=True)
+        yield module.register_forward_hook(partial(observer.left, name))
 
-    A cache is left out (None): it is filled by the call itself, so that a second call would see each key twice.
-    """
-    if isinstance(value, Tensor):
-        if id(value) not in memo:
-            # The original is kept as well, or its id might be given to another tensor.
-            memo[id(value)] = (cast(value.detach()), value)
-        return memo[id(value)][0]
-    if isinstance(value, SIMPLE) or isinstance(value, nn.Module):
-        return value
-    if isinstance(value, tuple):
-        parts = [copy_argument(part, memo, cast) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, list):
-        return [copy_argument(part, memo, cast) for part in value]
-    if isinstance(value, dict):
-        copied = {} if type(value) is dict else copy.copy(value)
-        copied.update({name: copy_argument(part, memo, cast) for name, part in value.items()})
-        return copied
-    if is_cache(value):
+
+def _output_hooks(model: nn.Module, names: Sequence[str], kept: dict[str, Tensor]) -> Iterator[RemovableHandle]:
+    def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if tensor is not None:
+            kept.setdefault(name, tensor.detach())
+
+    for name in names:
+        yield model.get_submodule(name).register_forward_hook(partial(keep, name))
+
+
+def _block_hooks(block: BlockRecord) -> Iterator[RemovableHandle]:
+    inside = tuple(f"{site.name.removeprefix(block.name + '.')}." for site in block.sites)
+    outputs = {id(site.o.owner): site for site in block.sites if site.o is not None}
+    last: list[tuple[nn.Module, Tensor]] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        received = first_tensor((*args, *kwargs.values()))
+        if block.stream is None and received is not None:
+            block.stream = rms(received)
+            last.append((block.module, received))
+
+    def after(*_: Any) -> None:
+        if len(last) > 1 and block.mlp is None and last[-1][1].numel() == last[0][1].numel():
+            block.mlp, block.mlp_added = last[-1][0], rms(last[-1][1])
+        last.clear()
+
+    def put_out(module: nn.Module, _: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if not last or tensor is None:
+            return
+        if id(module) in outputs:
+            block.attention.setdefault(outputs[id(module)].name, rms(tensor))
+        else:
+            last[1:] = [(module, tensor)]
+
+    yield block.module.register_forward_pre_hook(before, with_kwargs=True)
+    yield block.module.register_forward_hook(after)
+    for name, module in block.module.named_modules():
+        of_attention = id(module) in outputs and module is not outputs[id(module)].module
+        if of_attention or (is_matrix(module) and not f"{name}.".startswith(inside)):
+            yield module.register_forward_hook(put_out)
+
+
+# What was not seen
+
+
+def _missing(one: SiteRecord) -> Iterator[tuple[str, str]]:
+    """Fields that were asked for and not seen, with the reasons."""
+    if "tokens" in one.fields:
+        for role in ROLES:
+            if role not in one.inputs:
+                how = "is called several times" if role in one.repeated else "is used without calling its module"
+                yield f"{role} tokens", f"its projection {how}"
+    hidden = _why_no_logits(one) if one.trace.softmaxes is not None and not one.softmaxes else ""
+    for name in ("logits", "probabilities", "spread"):
+        if name in one.fields and hidden:
+            yield name, hidden
+    if "operands" in one.fields:
+        kernel, fused = one.kernel, bool(one.trace.calls)
+        if kernel is None:
+            why = hidden or "which products are those of queries and keys cannot be told"
+            yield from ((name, why) for name in ("q", "k", "v"))
+        if one.mask is None:
+            why = "numbers are added to the logits, which may hide keys" if fused else "the softmax gets no mask"
+            yield "mask", why
+        if one.lse is None:
+            yield "lse", "the kernel does not return it"
+    if "heads" in one.fields and one.heads is None:
+        yield "heads", "it has no W_O" if one.site.o is None else "W_O is used without calling its module"
+    if "output" in one.fields and one.output is None:
+        yield "output", "it returns no tensor"
+    if "stream" in one.fields and one.block is None:
+        yield "stream", "it stands in no block with an MLP"
+
+
+def _why_no_logits(one: SiteRecord) -> str:
+    names = ", ".join(dict.fromkeys(one.trace.operators))
+    inside = f"it is computed inside {names}" if names else "its kernel is none of torch's operators"
+    return f"no softmax was visible: {inside}"
+
+
+# Reading what was seen
+
+
+def _eager_call(products: list[tuple[Tensor, Tensor]], softmaxes: list[tuple[Tensor, Tensor]]) -> KernelCall | None:
+    """The product with the values and the only one that may be of queries and keys; None if they cannot be told."""
+    if not softmaxes:
         return None
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # an arbitrary object may refuse to be copied in any way; it is then handed on as it is
-        return value
+    p, lead = softmaxes[0][1], softmaxes[0][1].shape[:-2]
+    both = [pair for a, b in products for pair in ((a, b), (b.mT, a.mT))]
+    values = [b for a, b in both if same_numbers(a, p)]
+    shape = None if not values else (p.numel() // (p.shape[-2] * p.shape[-1]), *p.shape[-2:])
+    scores = [(a, b) for a, b in products if shape == (*a.shape[:2], b.shape[2]) and not same_numbers(a, p)]
+    if len(scores) != 1 or not values:
+        return None
+    q, k, v = (part.reshape(*lead, *part.shape[1:]) for part in (scores[0][0], scores[0][1].mT, values[0]))
+    return KernelCall("softmax of a product", q, k, v, why_no_logits="what is added to the product is not known")
 
 
-@contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, plain kernels; everything as before afterwards."""
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(devices=devices),
-        plain_kernels(),
-        _not_compiled(),
-        evaluation_mode(model),
-    ):
-        yield
+def same_numbers(weights: Tensor, p: Tensor) -> bool:
+    """Whether one operand of a product is what a softmax gave, in another shape or dtype."""
+    if weights.numel() != p.numel() or weights.shape[-2:] != p.shape[-2:]:
+        return False
+    return torch.equal(p.reshape_as(weights).to(weights.dtype), weights)
 
 
-@contextlib.contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Attention as products and a softmax, which can be recorded and differentiated twice."""
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
+def by_head(tensor: Tensor, num_heads: int) -> Tensor | None:
+    """Logits or probabilities as (samples, heads, queries, keys); None if heads cannot be told."""
+    if tensor.dim() == 3 and tensor.shape[0] % num_heads == 0:
+        return tensor.view(-1, num_heads, *tensor.shape[1:])
+    if tensor.dim() == 5 and tensor.shape[1] * tensor.shape[2] == num_heads:
+        return tensor.flatten(1, 2)
+    return tensor if tensor.dim() == 4 and tensor.shape[1] == num_heads else None
 
 
-def _not_compiled() -> contextlib.AbstractContextManager[Any]:
-    """Compiled code calls no hooks, and flex_attention compiles itself: run the original.
+def _spread_of(site: AttentionSite, logits: Tensor, visible: Tensor | None) -> Tensor:
+    if is_distributed(site.q.parameter) and logits.dim() == 4 and logits.shape[1] != site.num_heads:
+        raise WeightError(
+            f"{site.name}: its heads are spread over processes (tensor parallelism), so that none sees the logits of "
+            "all; do this before the model is parallelised"
+        )
+    return logit_spread(logits, site.num_heads, visible)
 
-    Where torch's compiler was never loaded, nothing can be compiled; loading it takes seconds.
+
+def logit_spread(logits: Tensor, num_heads: int, visible: Tensor | None = None) -> Tensor:
+    """Standard deviation over keys, in the mean over tokens and samples: (heads).
+
+    The mean over all heads, repeated, if heads cannot be told.
     """
-    loaded = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
+    seen = ~is_masked(logits, visible, depth=ADDED)
+    logits = logits.detach().float()
+    count = seen.sum(-1)
+    mean = torch.where(seen, logits, 0.0).sum(-1) / count.clamp_min(1)
+    square = torch.where(seen, (logits - mean[..., None]).square(), 0.0).sum(-1) / count.clamp_min(1)
+    several = (count > 1)[..., None]
+
+    def total(part: Tensor) -> Tensor:
+        heads = by_head(part, num_heads)
+        return part.sum() if heads is None else heads.sum((0, 2, 3))
+
+    return (total(square.sqrt()[..., None] * several) / total(several).clamp_min(1)).expand(num_heads)
 
 
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, then each module's own flag again."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            # Some classes act on the change: LeViT forgets the position biases that it kept for evaluation.
-            if type(module).train is not nn.Module.train:
-                module.train(flag)
-        for module, flag in flags:
-            module.training = flag
+def rms(tensor: Tensor) -> Tensor:
+    """Root mean square over all entries, as a tensor: nothing waits for the device."""
+    return tensor.detach().float().square().mean().sqrt()
+
+
+def root_mean_square(tensor: Tensor) -> float:
+    """Root mean square over all entries."""
+    return float(rms(tensor))
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.record import run, undisturbed
+from wellcond.attention.evaluation import eval_scope, run
 from wellcond.cli.app import OptionError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -100,7 +100,7 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
         if reads.decoder:
             batch[f"decoder_{name}"] = values.flip(-1)
     try:
-        with undisturbed(model):
+        with eval_scope(model):
             run(model, batch)
     except Exception as error:  # whatever a model raises: a wrong batch is told from a failure to measure
         said = (str(error) or type(error).__name__).splitlines()[0][:300]

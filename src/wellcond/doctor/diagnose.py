@@ -70,8 +70,7 @@ def diagnose(
         check_flag("trained", trained)
     if any(parameter.is_meta for parameter in inner.parameters()):
         raise DiagnosisError("expected a model with values, found one on the meta device; materialise it first")
-    refusals = [] if sites is not None else [str(refusal) for refusal in scan_attention(inner).refusals]
-    chosen = find_attention(inner, strict=False) if sites is None else choose_sites(inner, sites)
+    chosen, refusals = _found(inner) if sites is None else (choose_sites(inner, sites), ())
     check_readable(chosen)
     examined = examine(inner, batch, chosen)
     layers = examined.layers
@@ -94,9 +93,19 @@ def diagnose(
         fresh=fresh,
         not_finite=examined.not_finite,
         conditioning=conditioning,
-        not_understood=tuple(refusals),
+        not_understood=refusals,
         run=run_facts(inner, batch),
     )
+
+
+def _found(model: nn.Module) -> tuple[Sequence[AttentionSite], tuple[str, ...]]:
+    """The attention layers of a model, and what is said of those that are not understood.
+
+    Raises: as `find_attention`, if none is understood.
+    """
+    scan = scan_attention(model)
+    sites = scan.sites or find_attention(model, strict=False)
+    return sites, tuple(str(refusal) for refusal in scan.refusals)
 
 
 def _lams(conditioning: dict[str, Any] | None) -> tuple[float, float] | None:

@@ -11,19 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.effective import conditioning_of
-from wellcond.attention.record import SiteCall, first_tensor
+from wellcond.attention.kernels import ADDED_FLOOR, is_masked
+from wellcond.attention.record import BlockRecord, Field, ForwardRecord, SiteRecord, by_head, record, root_mean_square
 from wellcond.attention.sharding import whole
-from wellcond.attention.signals import BlockSignals, Signals, read_signals, root_mean_square
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.conditioning.methods import per_projection
-from wellcond.doctor.finite import find_not_finite, watch_finite
+from wellcond.doctor.finite import FiniteWatch, find_not_finite
 from wellcond.doctor.records import THRESHOLDS, LayerFacts, NotFinite, TokenFacts
 from wellcond.init.tokens import embedding_layers, embedding_spread, position_tables
 from wellcond.jacobian.diagnosis import map_statistics
 from wellcond.linalg.spectrum import spectrum
 
-MASK = -9e3
-"""Logits below are masked: libraries add -1e4, -1e9, the least number of the type, or minus infinity."""
+FIELDS: tuple[Field, ...] = ("tokens", "logits", "probabilities", "spread", "output", "stream")
 MOST_TOKENS, MOST_SAMPLES = 256, 2
 """Of which the condition number of the tokens is computed; it costs their cube."""
 SINGLE_PRECISION = 1e-6
@@ -44,19 +43,21 @@ def examine(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) -> Exa
     """Run the model once, in evaluation mode and without gradients; describe every attention layer and the tokens."""
     seen: dict[str, dict[str, Any]] = {}
 
-    def observe(site: AttentionSite, call: SiteCall) -> None:
-        seen[site.name] = _of_tokens(site, call) | _of_map(site, call)
+    def keep(one: SiteRecord) -> None:
+        spread = None if one.spread is None else _defined(float(one.spread.mean()))
+        seen[one.site.name] = {"logit_spread": spread} | _of_tokens(one) | _of_map(one)
 
-    layers = embedding_layers(model)
-    with watch_finite(model) as watch:
-        signals = read_signals(model, batch, sites, outputs=[name for name, _ in layers], observe=observe)
+    layers, watch = embedding_layers(model), FiniteWatch()
+    names = [name for name, _ in layers]
+    found = record(model, batch, sites, FIELDS, each=keep, outputs=names, modules=watch)
     correction = conditioning_of(model)
     facts = []
-    for site in sites:
-        fields = _of_weights(site) | seen.get(site.name, {}) | _of_block(site, signals)
+    for one in found.sites:
+        site = one.site
+        fields = _of_weights(site) | seen.get(site.name, {}) | _shares(site, one.block)
         if len(fields.get("collapsed_heads", ())) == site.num_heads:
             fields["logit_spread"] = None  # all keys but one look as if they were masked
-        fields |= _not_seen(site, signals, seen.get(site.name))
+        fields |= _not_seen(one, seen.get(site.name))
         fields["saturation"] = _saturation(site, correction, fields.get("num_tokens"))
         facts.append(
             LayerFacts(
@@ -70,7 +71,7 @@ def examine(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) -> Exa
                 **fields,
             )
         )
-    return Examined(tuple(facts), _of_embeddings(model, layers, signals), find_not_finite(model, watch))
+    return Examined(tuple(facts), _of_embeddings(model, layers, found, sites), find_not_finite(model, watch))
 
 
 def is_fresh(model: nn.Module) -> bool | None:
@@ -94,16 +95,15 @@ def is_fresh(model: nn.Module) -> bool | None:
     return known
 
 
-def _not_seen(site: AttentionSite, signals: Signals, seen: dict[str, Any] | None) -> dict[str, Any]:
+def _not_seen(one: SiteRecord, seen: dict[str, Any] | None) -> dict[str, Any]:
     """What the pass did not show of a layer, and why."""
-    if site.name in signals.not_called:
+    if not one.called:
         return {"called": False, "not_seen": ("not called on this batch",)}
-    if site.name in signals.not_seen:
-        reason = f"logits and attention map: {signals.not_seen[site.name]}"
-        return {"not_seen": (reason,), "logits_hidden": True}
+    if one.why_logits_hidden:
+        return {"not_seen": (f"logits and attention map: {one.why_logits_hidden}",), "logits_hidden": True}
     if seen is None:
-        return {"not_seen": ("logits and attention map: it runs inside another attention layer",)}
-    if site.kind == "softmax" and "collapsed_heads" not in seen:
+        return {"not_seen": (f"logits and attention map: {one.not_seen['logits']}",)}
+    if one.site.kind == "softmax" and "collapsed_heads" not in seen:
         return {"not_seen": ("dead heads: the heads of its attention map could not be separated",)}
     return {}
 
@@ -111,14 +111,12 @@ def _not_seen(site: AttentionSite, signals: Signals, seen: dict[str, Any] | None
 # Tokens
 
 
-def _of_tokens(site: AttentionSite, call: SiteCall) -> dict[str, Any]:
-    tokens = call.inputs.get("query")
-    tokens = first_tensor((*call.args, *call.kwargs.values())) if tokens is None else tokens
+def _of_tokens(one: SiteRecord) -> dict[str, Any]:
+    tokens = one.inputs.get("query", one.argument)
     if tokens is None:
         return {}
-    output = first_tensor(call.output)
-    finite = bool(torch.isfinite(tokens).all()) and (output is None or bool(torch.isfinite(output).all()))
-    rows = as_samples(tokens, site)
+    finite = bool(torch.isfinite(tokens).all()) and (one.output is None or bool(torch.isfinite(one.output).all()))
+    rows = as_samples(tokens, one.site)
     if rows is None:
         return {"finite": finite}
     kappas = [_kappa(sample) for sample in rows[:MOST_SAMPLES, :MOST_TOKENS]] if finite else []
@@ -148,12 +146,14 @@ def _kappa(sample: Tensor) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _of_embeddings(model: nn.Module, layers: list[tuple[str, nn.Module]], signals: Signals) -> TokenFacts:
-    spreads = [embedding_spread(signals.outputs[name], layer) for name, layer in layers if name in signals.outputs]
+def _of_embeddings(
+    model: nn.Module, layers: list[tuple[str, nn.Module]], found: ForwardRecord, sites: Sequence[AttentionSite]
+) -> TokenFacts:
+    spreads = [embedding_spread(found.outputs[name], layer) for name, layer in layers if name in found.outputs]
     if not spreads:
         return TokenFacts()
     spread = math.sqrt(math.fsum(one * one for one in spreads))
-    tables = dict(position_tables(model))
+    tables = dict(position_tables(model, sites))
     size = math.sqrt(math.fsum(root_mean_square(whole(table)) ** 2 for table in tables.values()))
     first = layers[0][1]
     return TokenFacts(
@@ -169,15 +169,16 @@ def _of_embeddings(model: nn.Module, layers: list[tuple[str, nn.Module]], signal
 # Attention maps
 
 
-def _of_map(site: AttentionSite, call: SiteCall) -> dict[str, Any]:
+def _of_map(one: SiteRecord) -> dict[str, Any]:
     """Of the first softmax, where that is one over tokens."""
-    if site.kind != "softmax" or not call.softmaxes:
+    site, seen, probabilities = one.site, one.logits, one.probabilities
+    if site.kind != "softmax" or seen is None or probabilities is None:
         return {}
-    pair = [_by_head(tensor.float(), site.num_heads) for tensor in call.softmaxes[0]]
-    logits, p = pair
-    if logits is None or p is None:
+    logits, p = by_head(seen.float(), site.num_heads), by_head(probabilities.float(), site.num_heads)
+    hidden = is_masked(seen, one.mask, depth=math.inf, floor=ADDED_FLOOR)
+    visible = by_head(~hidden, site.num_heads)
+    if logits is None or p is None or visible is None:
         return {}
-    visible = logits > MASK
     count = visible.sum(-1)
     several = count > 1
     square = p.shape[-1] == p.shape[-2] and not site.cross
@@ -192,15 +193,6 @@ def _of_map(site: AttentionSite, call: SiteCall) -> dict[str, Any]:
         "causal": bool(above == 0) if square and p.shape[-1] > 1 else None,
         "collapsed_heads": _collapsed(p, several),
     }
-
-
-def _by_head(tensor: Tensor, num_heads: int) -> Tensor | None:
-    """As (samples, heads, queries, keys); None if heads cannot be told."""
-    if tensor.dim() == 3 and tensor.shape[0] % num_heads == 0:
-        return tensor.view(-1, num_heads, *tensor.shape[1:])
-    if tensor.dim() == 5 and tensor.shape[1] * tensor.shape[2] == num_heads:
-        return tensor.flatten(1, 2)
-    return tensor if tensor.dim() == 4 and tensor.shape[1] == num_heads else None
 
 
 def _collapsed(p: Tensor, several: Tensor) -> tuple[int, ...]:
@@ -275,19 +267,14 @@ def _share_values(v: Tensor) -> bool:
 # Blocks and corrections
 
 
-def _of_block(site: AttentionSite, signals: Signals) -> dict[str, Any]:
-    spread = signals.spreads.get(site.name)
-    fields: dict[str, Any] = {"logit_spread": None if spread is None else _defined(float(spread.mean()))}
-    block = next((block for block in signals.blocks if site in block.sites), None)
-    return fields if block is None else fields | _shares(site, block)
-
-
-def _shares(site: AttentionSite, block: BlockSignals) -> dict[str, Any]:
+def _shares(site: AttentionSite, block: BlockRecord | None) -> dict[str, Any]:
+    if block is None:
+        return {}
     fields: dict[str, Any] = {"scales_itself": block.scales_itself}
-    if block.stream:
-        added = block.attention.get(site.name)
-        fields["attention_share"] = None if added is None else _defined(added / block.stream)
-        fields["mlp_share"] = None if block.mlp_added is None else _defined(block.mlp_added / block.stream)
+    if block.stream is not None and bool(block.stream):
+        stream, added = float(block.stream), block.attention.get(site.name)
+        fields["attention_share"] = None if added is None else _defined(float(added) / stream)
+        fields["mlp_share"] = None if block.mlp_added is None else _defined(float(block.mlp_added) / stream)
     return fields
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from wellcond.doctor.records import NotFinite
 class FiniteWatch:
     """The first places of a forward pass where numbers are not finite; empty text where all are.
 
+    It is the `modules` of `wellcond.attention.record.record`.
     Minus infinity does not count: masks hold it, and where it is no mask, NaN follows.
     """
 
@@ -39,19 +38,6 @@ class FiniteWatch:
         if not self.activations:
             found = _first_bad({"output": output})
             self.activations = found and f"{name or 'the model'} ({type(module).__name__}) puts out {found}"
-
-
-@contextlib.contextmanager
-def watch_finite(model: nn.Module) -> Iterator[FiniteWatch]:
-    """Look at what every module of a model reads and puts out while it runs."""
-    watch = FiniteWatch()
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            before = module.register_forward_pre_hook(partial(watch.entered, name), with_kwargs=True)
-            after = module.register_forward_hook(partial(watch.left, name))
-            stack.callback(before.remove)
-            stack.callback(after.remove)
-        yield watch
 
 
 def find_not_finite(model: nn.Module, watch: FiniteWatch) -> NotFinite | None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from wellcond.attention.signals import HOW_TO_SEE
+from wellcond.attention.record import HOW_TO_SEE
 from wellcond.doctor.examine import MOST_TOKENS
 from wellcond.doctor.records import (
     SEVERITIES,

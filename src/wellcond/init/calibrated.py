@@ -22,9 +22,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.record import HOW_TO_SEE, Field, ForwardRecord, record, root_mean_square
 from wellcond.attention.rollback import Rollback
 from wellcond.attention.sharding import broadcast_from_rank_zero, is_distributed, local_part, whole
-from wellcond.attention.signals import HOW_TO_SEE, Signals, read_signals, root_mean_square
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import WeightError
 from wellcond.init.plan import InitContext, Write, register_init
@@ -34,6 +34,7 @@ from wellcond.linalg.orthogonal import draw_normal, random_semi_orthogonal
 from wellcond.registry import PositiveFloat
 
 Start = Literal["gaussian", "semi_orthogonal", "keep"]
+SCALES: tuple[Field, ...] = ("spread", "stream")
 ROUNDS = 12
 CLOSE = 0.02
 """Factors within this of 1 end the rounds."""
@@ -77,7 +78,7 @@ def calibrated(
     if batch is None:
         raise ValueError("'calibrated' needs batch=..., what the model is called with: a tensor, a mapping or a tuple")
     model, sites = context.model, context.sites
-    _check_seen(read_signals(model, batch, sites), sites, logits, share)
+    _check_seen(record(model, batch, sites, SCALES), logits, share)
     with _Draft(model, context.rollback) as draft:
         for write in position_writes(model, position):
             draft.set_(write.parameter, write.values)
@@ -87,8 +88,8 @@ def calibrated(
                 for role in ("query", "key"):
                     _draw(site.by_role(role), start, context, draft)
         for _ in range(ROUNDS):
-            signals = read_signals(model, batch, sites)
-            factors = [*_logit_factors(sites, signals, logits, draft), *_share_factors(signals, share, draft)]
+            found = record(model, batch, sites, SCALES)
+            factors = [*_logit_factors(found, logits, draft), *_share_factors(found, share, draft)]
             if all(abs(math.log(factor)) <= CLOSE for factor in factors):
                 break
     yield from draft.planned
@@ -160,10 +161,10 @@ def _scale_tokens(
             if isinstance(layer, nn.Embedding):
                 size = root_mean_square(whole(layer.weight))
                 draft.scale_(layer.weight, _factor(words * layer.embedding_dim**-0.5, size, "the word embeddings"))
-    tables = dict(position_tables(model))
+    tables = dict(position_tables(model, sites))
     if positions is None or not tables or not layers:
         return
-    seen = read_signals(model, batch, sites, outputs=[name for name, _ in layers]).outputs
+    seen = record(model, batch, (), (), outputs=[name for name, _ in layers]).outputs
     spreads = [embedding_spread(tensor, layer) for name, layer in layers if (tensor := seen.get(name)) is not None]
     if not spreads:
         return
@@ -189,17 +190,18 @@ def _draw(slot: Slot, start: Start, context: InitContext, draft: _Draft) -> None
     slot.write_(_shared(values, slot.parameter))
 
 
-def _check_seen(signals: Signals, sites: list[AttentionSite], logits: float | None, share: float | None) -> None:
+def _check_seen(found: ForwardRecord, logits: float | None, share: float | None) -> None:
     """Raise WeightError for layers of which the pass did not show what is to be set."""
-    if signals.not_called and (logits is not None or share is not None):
+    if found.not_called and (logits is not None or share is not None):
         raise WeightError(
-            f"{_some(signals.not_called)}: not called on this batch, so that nothing of it can be calibrated; give a "
+            f"{_some(found.not_called)}: not called on this batch, so that nothing of it can be calibrated; give a "
             "batch that reaches every attention layer, or those that it reaches as sites=. Nothing was changed"
         )
-    hidden = [site.name for site in sites if site.name in signals.not_seen and not _normalises(site)]
+    hidden = [one for one in found.sites if one.why_logits_hidden and not _normalises(one.site)]
     if hidden and logits is not None:
+        names = [one.site.name for one in hidden]
         raise WeightError(
-            f"{_some(hidden)}: its logits cannot be calibrated, since {signals.not_seen[hidden[0]]}. To initialise, "
+            f"{_some(names)}: its logits cannot be calibrated, since {hidden[0].why_logits_hidden}. To initialise, "
             f"{HOW_TO_SEE}; or leave Q and K as they are: logits=None. Nothing was changed"
         )
 
@@ -210,12 +212,10 @@ def _some(names: Sequence[str]) -> str:
     return (names[0] or "the attention layer") + (f" and {rest} more attention layer{'s' * (rest > 1)}" * bool(rest))
 
 
-def _logit_factors(
-    sites: list[AttentionSite], signals: Signals, target: float | None, draft: _Draft
-) -> Iterator[float]:
+def _logit_factors(found: ForwardRecord, target: float | None, draft: _Draft) -> Iterator[float]:
     """Scale Q and K of every head by the same factor; of query heads that share a key, the key by their mean factor."""
-    for site in sites:
-        spread = signals.spreads.get(site.name)
+    for one in found.sites:
+        site, spread = one.site, one.spread
         if target is None or spread is None or _normalises(site):
             continue
         spread = _shared(spread, site.q.parameter).cpu().double()
@@ -229,22 +229,22 @@ def _logit_factors(
         yield from factors.tolist()
 
 
-def _share_factors(signals: Signals, share: float | None, draft: _Draft) -> Iterator[float]:
-    for block in signals.blocks:
-        if share is None or not block.stream or block.scales_itself:
+def _share_factors(found: ForwardRecord, share: float | None, draft: _Draft) -> Iterator[float]:
+    for block in found.blocks:
+        if share is None or block.stream is None or not bool(block.stream) or block.scales_itself:
             continue
-        target = share * block.stream
+        target = share * float(block.stream)
         for site in block.sites:
-            added = block.attention.get(site.name)
+            added = float(block.attention.get(site.name, 0.0))
             if site.o is not None and added:
                 factor = _agreed(_factor(target, added, site.name), site.o.parameter)
                 draft.scale_(site.o.parameter, factor)
                 draft.scale_(site.o.stored_bias(), factor)
                 yield factor
-        if block.mlp is not None and block.mlp_added:
+        if block.mlp is not None and block.mlp_added is not None and bool(block.mlp_added):
             weight, bias = block.mlp._parameters["weight"], block.mlp._parameters.get("bias")
             assert weight is not None
-            factor = _agreed(_factor(target, block.mlp_added, block.name), weight)
+            factor = _agreed(_factor(target, float(block.mlp_added), block.name), weight)
             draft.scale_(weight, factor)
             draft.scale_(bias, factor)
             yield factor

@@ -7,13 +7,14 @@ types) are neither.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from wellcond.attention.blocks import POSITIONS
+from wellcond.attention.blocks import POSITIONS, is_matrix
 from wellcond.attention.find import scan_attention
-from wellcond.attention.signals import is_matrix, root_mean_square
+from wellcond.attention.record import root_mean_square
+from wellcond.attention.site import AttentionSite
 
 CONSTANT_TOKENS = ("cls_token", "dist_token", "distillation_token", "reg_token", "register_tokens")
 PATCHES = ("patch_embed", "patch_embeddings", "stem")
@@ -28,17 +29,24 @@ def find_positions(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((name, parameter) for name, parameter in named if name.rpartition(".")[2] in CONSTANT_TOKENS)
 
 
-def learned_positions(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Tables of positions that are added to the tokens, not those inside an attention."""
-    attentions = tuple(f"{site.name}." for site in scan_attention(model).sites)
+def learned_positions(
+    model: nn.Module, sites: Sequence[AttentionSite] | None = None
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Tables of positions that are added to the tokens, not those inside an attention layer.
+
+    Attention layers are those of the classes of `sites`; without them, the model is searched.
+    """
+    known = scan_attention(model).sites if sites is None else sites
+    classes = {type(site.module) for site in known}
+    attentions = tuple(f"{name}." for name, module in model.named_modules() if type(module) in classes)
     for name, parameter in model.named_parameters():
         if not name.startswith(attentions) and any(part in name for part in POSITIONS):
             yield name, parameter
 
 
-def position_tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def position_tables(model: nn.Module, sites: Sequence[AttentionSite]) -> Iterator[tuple[str, nn.Parameter]]:
     """Learned positions that are added to the tokens as they are, not multiplied by other numbers first."""
-    for name, parameter in learned_positions(model):
+    for name, parameter in learned_positions(model, sites):
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, nn.Embedding) or not is_matrix(owner):
             yield name, parameter

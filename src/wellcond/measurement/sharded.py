@@ -7,7 +7,6 @@ process needs room for one whole attention, never for a whole model.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,14 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.effective import class_without_conditioning, corrections_of
+from wellcond.attention.evaluation import Arguments
 from wellcond.attention.names import HEADS
 from wellcond.attention.plain_copy import plain_class, plain_copy
-from wellcond.attention.record import Arguments, copy_argument, run, undisturbed
-from wellcond.attention.sharding import is_distributed, reshard_, whole
+from wellcond.attention.record import NOT_CALLED, Field, record
+from wellcond.attention.sharding import is_distributed, whole
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
 from wellcond.measurement.records import NUMERICAL, LayerReport
+
+ARGUMENTS: tuple[Field, ...] = ("arguments",)
 
 
 def measure_sharded(
@@ -38,18 +40,26 @@ def measure_sharded(
 
     Raises: WellcondError on every process, if something went wrong on the first or not one head could be measured.
     """
-    calls = _record_calls(model, batch, sites)
+    stored = {id(site): site.q.parameter.dtype for site in sites}
+
+    def copied_in_full(site: AttentionSite, tensor: Tensor) -> Tensor:
+        # FSDP2 may compute in another precision than it stores, which is the one that is measured.
+        dtype = stored[id(site)] if tensor.is_floating_point() else tensor.dtype
+        return whole(tensor).to("cpu", dtype, copy=True)
+
+    found = record(model, batch, sites, ARGUMENTS, copied=copied_in_full)
     rows: list[LayerReport] = []
     problem: str | None = None
-    for site, call in zip(sites, calls, strict=True):
+    for seen in found.sites:
+        site = seen.site
         _check_head_count(site)
         copied = _plain_site(site)
         if torch.distributed.get_rank() != 0 or problem is not None:
             continue
         try:
-            if call is None:
-                raise WellcondError("the forward pass on this batch does not call it")
-            rows.append(replace(measure_whole(copied, call), name=site.name))
+            if not seen.called:
+                raise WellcondError(NOT_CALLED)
+            rows.append(replace(measure_whole(copied, Arguments(seen.args, seen.kwargs)), name=site.name))
         except NUMERICAL as error:
             rows.append(_not_measured(site, str(error).splitlines()[0]))
         except Exception as error:  # the others wait: they have to hear of anything
@@ -69,44 +79,14 @@ def decided_by_first(value: Any) -> Any:
     return holder[0]
 
 
-def _record_calls(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) -> list[Arguments | None]:
-    """Run the model once; the arguments of each site's first call, whole and on the CPU."""
-    calls: list[Arguments | None] = [None] * len(sites)
-
-    def keep(index: int) -> Any:
-        stored = sites[index].q.parameter.dtype
-
-        def on_cpu(tensor: Tensor) -> Tensor:
-            # FSDP2 may compute in another precision than it stores, which is the one that is measured.
-            dtype = stored if tensor.is_floating_point() else tensor.dtype
-            return whole(tensor).to("cpu", dtype, copy=True)
-
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if calls[index] is None:
-                memo: dict[int, Any] = {}
-                calls[index] = Arguments(copy_argument(args, memo, on_cpu), copy_argument(kwargs, memo, on_cpu))
-
-        return hook
-
-    with contextlib.ExitStack() as stack:
-        for index, site in enumerate(sites):
-            handle = site.module.register_forward_pre_hook(keep(index), with_kwargs=True)
-            stack.callback(handle.remove)
-        with undisturbed(model):
-            run(model, batch)
-    # Without a backward pass FSDP2 may keep whole weights, which the next update would leave behind.
-    reshard_(model)
-    return calls
-
-
 def _plain_site(site: AttentionSite) -> AttentionSite:
     """The same attention in a plain copy of its module, its correction included."""
     return site.on(plain_copy(site.module, class_of=_plain_or_conditioned_class))
 
 
 def _plain_or_conditioned_class(module: nn.Module) -> type[nn.Module]:
-    plain, names = plain_class(module), tuple(sorted(corrections_of(module)))
-    return conditioned_class(class_without_conditioning(plain), names) if names else plain
+    plain, conditioned = plain_class(module), tuple(sorted(corrections_of(module)))
+    return conditioned_class(class_without_conditioning(plain), conditioned) if conditioned else plain
 
 
 def _not_measured(site: AttentionSite, problem: str) -> LayerReport:

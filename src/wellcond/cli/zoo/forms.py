@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.evaluation import Arguments
 from wellcond.attention.plain_copy import plain_copy
-from wellcond.attention.record import Arguments
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention, why_site_is_not_plain

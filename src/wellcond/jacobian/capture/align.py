@@ -26,16 +26,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.record import SiteCall, first_tensor
+from wellcond.attention.evaluation import first_tensor
+from wellcond.attention.kernels import is_masked
+from wellcond.attention.record import SiteRecord, same_numbers
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.linalg.spectrum import to_float64
 
 View = Callable[[Tensor], Tensor]
 TOLERANCE = 1e-5
-# exp(-745.2) is the smallest positive number of float64: a logit this far below its row's maximum is a masked one.
-HIDDEN = -745.2
-# No product of tokens is so negative: it is a mask that was added, on a row where it may hide everything.
-MASK = -1e8
 _EPS_FACTOR = 4  # roundings that meet in one entry of a product
 
 
@@ -50,15 +48,15 @@ class Alignment:
     operand_dtype: torch.dtype
 
 
-def align(site: AttentionSite, call: SiteCall) -> Alignment | str:
+def align(site: AttentionSite, call: SiteRecord) -> Alignment | str:
     """The tokens that this attention multiplied, or the reason why they are not known."""
     if not call.softmaxes:
-        return "no softmax was seen; a fused kernel other than scaled_dot_product_attention computes it"
+        return call.not_seen.get("logits", "no softmax was visible")
     reason = "its forward pass multiplies something else than the projected tokens"
     products = [pair for a, b in call.products for pair in ((a, b), (b.mT, a.mT))]
     for logits, p in call.softmaxes:
         for weights, values in products:
-            if not _same_numbers(weights, p):
+            if not same_numbers(weights, p):
                 continue
             for left, right in products:
                 if left.shape[:2] != weights.shape[:2] or right.mT.shape != (*values.shape[:2], site.head_dim):
@@ -69,12 +67,6 @@ def align(site: AttentionSite, call: SiteCall) -> Alignment | str:
                         return Alignment(*found, view(logits), view(p), left.dtype)
                     reason = found or reason
     return reason
-
-
-def _same_numbers(weights: Tensor, p: Tensor) -> bool:
-    if weights.numel() != p.numel() or weights.shape[-2:] != p.shape[-2:]:
-        return False
-    return torch.equal(p.reshape_as(weights).to(weights.dtype), weights)
 
 
 def head_views(p: Tensor, num_heads: int) -> Iterator[View]:
@@ -98,7 +90,7 @@ def _view_heads(tensor: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
 
 
 def _tokens_of(
-    site: AttentionSite, call: SiteCall, q_LHNd: Tensor, k_LHMd: Tensor, v_LHMd: Tensor
+    site: AttentionSite, call: SiteRecord, q_LHNd: Tensor, k_LHMd: Tensor, v_LHMd: Tensor
 ) -> tuple[Tensor, Tensor] | str:
     """Tokens x and y behind these operands; an empty string if they are something else, a reason if one is known."""
     values = _match(site, call, "value", v_LHMd)
@@ -119,7 +111,7 @@ def _tokens_of(
 
 
 def _match(
-    site: AttentionSite, call: SiteCall, role: str, heads: Tensor, like: Tensor | None = None
+    site: AttentionSite, call: SiteRecord, role: str, heads: Tensor, like: Tensor | None = None
 ) -> tuple[Tensor, float] | None:
     """Tokens behind the heads of one role, and the factor.
 
@@ -132,7 +124,7 @@ def _match(
     return next((match for match in matching if torch.equal(like, match[0])), first)
 
 
-def _matching(site: AttentionSite, call: SiteCall, role: str, heads: Tensor) -> Iterator[tuple[Tensor, float]]:
+def _matching(site: AttentionSite, call: SiteRecord, role: str, heads: Tensor) -> Iterator[tuple[Tensor, float]]:
     slot = site.by_role(role)
     for tokens in candidates(call, role, slot):
         for arranged in arrangements(tokens, slot, heads.shape[0], heads.shape[2]):
@@ -141,7 +133,7 @@ def _matching(site: AttentionSite, call: SiteCall, role: str, heads: Tensor) -> 
                 yield arranged, factor
 
 
-def candidates(call: SiteCall, role: str, slot: Slot) -> Iterator[Tensor]:
+def candidates(call: SiteRecord, role: str, slot: Slot) -> Iterator[Tensor]:
     """Tensors that this projection may have read, the surest first."""
     if role in call.inputs:
         yield call.inputs[role]
@@ -235,7 +227,7 @@ def logit_bias(site: AttentionSite, aligned: Alignment) -> LogitBias:
     assert site.scale is not None
     query, key = site.by_role("query"), site.by_role("key")
     q, k = project(query, aligned.x, site.num_heads), project(key, aligned.y, site.num_heads)
-    logits, product, hidden = to_float64(aligned.logits), q @ k.mT, masked(aligned.logits)
+    logits, product, hidden = to_float64(aligned.logits), q @ k.mT, is_masked(aligned.logits)
     scale = site.scale if site.evidence == "adapter" else _refined(site.scale, logits[~hidden], product[~hidden])
     product = scale * product
     noise = abs(scale) * rounding(site, aligned, q, k) + _EPS_FACTOR * _eps(aligned) * (logits.abs() + product.abs())
@@ -263,17 +255,6 @@ def _refined(scale: float, logits: Tensor, product: Tensor) -> float:
     square = float((product * product).sum())
     fitted = float((logits * product).sum()) / square if square else scale
     return fitted if abs(fitted - scale) <= 1e-6 * abs(scale) else scale
-
-
-def masked(logits: Tensor) -> Tensor:
-    """Entries that a mask hides, or whose probability is zero in float64 because another one is so much larger.
-
-    A row that is hidden as a whole is a query that may attend to nothing. Models give it zero (a mask of -inf) or the
-    mean of all values (a finite mask, in which s q . k is lost to rounding).
-    """
-    mask = max(MASK, torch.finfo(logits.dtype).min / 2)  # the most negative number of float16 is -65504
-    logits = to_float64(logits)
-    return (logits < mask) | (logits - logits.amax(-1, keepdim=True).clamp_min(mask) < HIDDEN)
 
 
 def _eps(aligned: Alignment) -> float:

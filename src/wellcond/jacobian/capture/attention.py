@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.find import find_attention
-from wellcond.attention.record import JOINED, SiteCall, watch_sites
+from wellcond.attention.record import Field, SiteRecord, record
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import NotPlainError, UnsupportedLayoutError, WeightError
 from wellcond.jacobian.capture.align import align, candidates, head_views, is_map, logit_bias
 from wellcond.jacobian.head import Head
 from wellcond.linalg.spectrum import to_float64
+
+NEEDED: tuple[Field, ...] = ("arguments", "tokens", "products", "logits", "probabilities", "heads", "output")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +45,7 @@ class CapturedAttention:
     note: str = ""
     scale: float | None = None
     """Logit scale; of a plain attention that was recognised by a trial run, to more digits than the site has."""
-    call: SiteCall | None = field(default=None, repr=False)
+    call: SiteRecord | None = field(default=None, repr=False)
     """What the module was called with; None if it was not called."""
     fingerprint: tuple[Any, ...] = field(default=(), repr=False)
 
@@ -220,20 +222,17 @@ def capture_sites(
     required: bool = True,
 ) -> list[CapturedAttention]:
     """`capture_attention` of sites that are known; unless `required`, some of them may not be reached by the batch."""
-    found: dict[int, CapturedAttention] = {}
+    captured: dict[int, CapturedAttention] = {}
 
-    def finish(site: AttentionSite, call: SiteCall) -> None:
-        _check_finite(site, call)
-        found[id(site)] = _describe(site, call, max_samples)
+    def keep(call: SiteRecord) -> None:
+        _check_finite(call.site, call)
+        captured[id(call)] = _describe(call.site, call, max_samples)
 
-    counts = watch_sites(model, batch, sites, finish)
-    missing = [site.name for site, count in zip(sites, counts, strict=True) if not count]
+    found = record(model, batch, sites, NEEDED, each=keep)
+    missing = found.not_called
     if missing and (required or len(missing) == len(sites)):
         raise ValueError(f"the forward pass on this batch never calls {', '.join(missing[:5])}")
-    return [
-        _with_note(found[id(site)], count) if id(site) in found else _not_called(site, count)
-        for site, count in zip(sites, counts, strict=True)
-    ]
+    return [_with_note(captured[id(c)], c.count) if id(c) in captured else _not_watched(c) for c in found.sites]
 
 
 def _with_note(captured: CapturedAttention, count: int) -> CapturedAttention:
@@ -243,8 +242,8 @@ def _with_note(captured: CapturedAttention, count: int) -> CapturedAttention:
     return replace(captured, note=f"{captured.note}; {note}" if captured.note else note)
 
 
-def _not_called(site: AttentionSite, count: int) -> CapturedAttention:
-    why = JOINED if count else "the forward pass on this batch does not call it"
+def _not_watched(call: SiteRecord) -> CapturedAttention:
+    site, why = call.site, call.not_seen["arguments"]
     return CapturedAttention(site, None, None, None, None, site.q.parameter.dtype, why, why)
 
 
@@ -266,7 +265,7 @@ def why_site_is_not_plain(site: AttentionSite) -> str:
     return "; ".join(said)
 
 
-def _describe(site: AttentionSite, call: SiteCall, max_samples: int | None) -> CapturedAttention:
+def _describe(site: AttentionSite, call: SiteRecord, max_samples: int | None) -> CapturedAttention:
     some, mark = slice(None, max_samples), fingerprint(site)
     dtype, why = site.q.parameter.dtype, why_site_is_not_plain(site)
     if not why:
@@ -295,7 +294,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and torch.equal(first, second)
 
 
-def _as_seen(site: AttentionSite, call: SiteCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _as_seen(site: AttentionSite, call: SiteRecord) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Tokens and probabilities of an attention that is not plain, in the form of a plain one as far as they have it."""
     softmaxes = [p for _, p in call.softmaxes] if site.kind == "softmax" else []
     views = (view(p) for p in softmaxes for view in head_views(p, site.num_heads))
@@ -324,7 +323,7 @@ def _as_seen(site: AttentionSite, call: SiteCall) -> tuple[Tensor | None, Tensor
     return x, y, probabilities
 
 
-def _check_finite(site: AttentionSite, call: SiteCall) -> None:
+def _check_finite(site: AttentionSite, call: SiteRecord) -> None:
     name = site.name or type(site.module).__name__
     for role, tokens in call.inputs.items():
         if not bool(torch.isfinite(tokens).all()):

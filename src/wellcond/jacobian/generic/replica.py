@@ -14,9 +14,10 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from wellcond.attention.effective import corrections_of, effective_weight, remove_conditioning
+from wellcond.attention.evaluation import copy_argument, first_tensor, plain_kernels
 from wellcond.attention.layout import head_rows
 from wellcond.attention.plain_copy import HOOKS
-from wellcond.attention.record import SiteCall, copy_argument, first_tensor, plain_kernels
+from wellcond.attention.record import SiteRecord
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import CopyError, UnsupportedLayoutError
 
@@ -71,7 +72,7 @@ class BatchAxis:
         ).flatten()
 
 
-def batch_axis(site: AttentionSite, call: SiteCall, num_tokens: Collection[int]) -> BatchAxis:
+def batch_axis(site: AttentionSite, call: SiteRecord, num_tokens: Collection[int]) -> BatchAxis:
     """The batch of a call: (B, N, D) or maps (B, D, h, w), or (N, B, D).
 
     A module may say so itself (`batch_first`), else the numbers of query and key tokens tell, as far as they are known.
@@ -101,7 +102,7 @@ class Replica:
     place.
     """
 
-    def __init__(self, site: AttentionSite, call: SiteCall) -> None:
+    def __init__(self, site: AttentionSite, call: SiteRecord) -> None:
         """Copy the module and the arguments of the call.
 
         Raises:

@@ -12,10 +12,9 @@ import torch
 from pydantic import PositiveInt
 from torch import nn
 
-from wellcond.attention.blocks import Matrix, block_matrices, elements_around
+from wellcond.attention.blocks import Matrix, block_matrices, elements_around, find_blocks, is_matrix
 from wellcond.attention.find import find_attention
 from wellcond.attention.layout import out_features
-from wellcond.attention.signals import find_blocks, is_matrix
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
 from wellcond.init.tokens import find_embeddings, find_positions

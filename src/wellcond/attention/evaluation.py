@@ -1,0 +1,138 @@
+"""Running a model on a batch in evaluation mode, with everything as before afterwards; copies of what it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """What a module is called with, where that is positional and by name at once."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """The model on a batch: a tensor, a mapping of keyword arguments, a tuple of arguments, or a function of it."""
+    if callable(batch):
+        return batch(model)
+    if isinstance(batch, Arguments):
+        return model(*batch.args, **batch.kwargs)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+@contextlib.contextmanager
+def eval_scope(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, plain kernels; everything as before afterwards."""
+    with torch.no_grad(), forked_rng(model), plain_kernels(), _not_compiled(), evaluation_mode(model):
+        yield
+
+
+@contextlib.contextmanager
+def forked_rng(model: nn.Module) -> Iterator[None]:
+    """The random states of the CPU and of every device of a model are afterwards as before."""
+    devices: dict[str, set[int]] = {}
+    for parameter in model.parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            devices.setdefault(parameter.device.type, set()).add(parameter.device.index or 0)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for kind, numbers in devices.items():
+            stack.enter_context(torch.random.fork_rng(devices=sorted(numbers), device_type=kind))
+        yield
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Attention as products and a softmax, which can be recorded and differentiated twice."""
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+def _not_compiled() -> contextlib.AbstractContextManager[Any]:
+    """Compiled code calls no hooks, and flex_attention compiles itself: run the original.
+
+    Where torch's compiler was never loaded, nothing can be compiled; loading it takes seconds.
+    """
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, then each module's own flag again."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            # Some classes act on the change: LeViT forgets the position biases that it kept for evaluation.
+            if type(module).train is not nn.Module.train:
+                module.train(flag)
+        for module, flag in flags:
+            module.training = flag
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first tensor in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return next((found for part in value if (found := first_tensor(part)) is not None), None)
+    return None
+
+
+def is_cache(value: Any) -> bool:
+    """Whether this is a cache of keys and values, as Hugging Face hands to its layers."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def copy_argument(value: Any, memo: dict[int, Any], cast: Callable[[Tensor], Tensor] = torch.clone) -> Any:
+    """A copy of a call's arguments that later writes cannot reach; tensors that are one object stay one object.
+
+    A cache is left out (None): it is filled by the call itself, so that a second call would see each key twice.
+    """
+    if isinstance(value, Tensor):
+        if id(value) not in memo:
+            # The original is kept as well, or its id might be given to another tensor.
+            memo[id(value)] = (cast(value.detach()), value)
+        return memo[id(value)][0]
+    if isinstance(value, SIMPLE) or isinstance(value, nn.Module):
+        return value
+    if isinstance(value, tuple):
+        parts = [copy_argument(part, memo, cast) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, list):
+        return [copy_argument(part, memo, cast) for part in value]
+    if isinstance(value, dict):
+        copied = {} if type(value) is dict else copy.copy(value)
+        copied.update({name: copy_argument(part, memo, cast) for name, part in value.items()})
+        return copied
+    if is_cache(value):
+        return None
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # an arbitrary object may refuse to be copied in any way; it is then handed on as it is
+        return value

@@ -1,0 +1,445 @@
+r"""What an attention kernel got and computed, for every kernel that torch can name.
+
+    eager            matrix products and a softmax: operands, logits and probabilities are seen
+    SDPA             `scaled_dot_product_attention`: its arguments; in the plain backend also products and softmax, in a
+                     fused one the log-sum-exp (LSE) of every row, if it returns it
+    flex_attention   a higher-order operator: q, k, v, score_mod and the mask of its arguments
+    others           operators of flash-attn, xformers and anybody's own, by arguments named q, k, v or query, key and
+                     value, else by their first three tensors
+
+Of a fused kernel the logits are computed again from its arguments. Except for those of torch, what a kernel computes is
+not known, so this is believed only if softmax(s q k^T) v is what the kernel put out, and for no second reading of its
+arguments. Everything else is not seen, and said to be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from wellcond.private import TorchDispatchMode, higher_order_name, operator_arguments, return_names
+
+TORCH_OPERATORS = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "symm_mem")
+NAMES = (("query", "q"), ("key", "k"), ("value", "v"))
+SCALES = ("scale", "softmax_scale", "sm_scale")
+CAUSAL = ("is_causal", "causal")
+MASKS = ("attn_mask", "attn_bias", "mask", "bias")
+SEQUENCES = (("cu_seqlens_q", "cu_seq_q"), ("cu_seqlens_k", "cu_seq_k"))
+"""Where each of the sequences begins that follow each other in one."""
+SDPA = "scaled_dot_product_attention"
+
+GONE = 745.2
+"""exp(-745.2) is the smallest positive number of float64: a key that far below the largest one has no probability."""
+ADDED = 50.0
+"""What is that far below the largest logit of an untrained model is masked: libraries add -100, -1e4 or -inf."""
+FLOOR = -1e8
+"""No product of tokens is so negative: it is a mask that was added, on a row where it may hide everything."""
+ADDED_FLOOR = -9e3
+"""Where keys of no probability count as visible (a dead head sees them), lower logits are masks: -1e4 and below."""
+
+
+def is_masked(logits: Tensor, visible: Tensor | None = None, *, depth: float = GONE, floor: float = FLOOR) -> Tensor:
+    """Which keys are hidden from which queries: the one answer for the whole package.
+
+    A boolean mask that the kernel itself got decides, and minus infinity (`visible`, True where a query may see a key:
+    `KernelCall.mask`). Where numbers were added, a logit is masked if it is below `floor` (below half the least number
+    of a 16-bit type), or more than `depth` below the largest logit of its row; NaN counts as masked. A row that is
+    masked as a whole is a query that may attend to nothing.
+
+    Depths: `GONE` where derivatives are taken; `ADDED` for the spread of logits; none, with `ADDED_FLOOR`, for the
+    entropy of a map.
+    """
+    if visible is not None:
+        return (logits == -torch.inf) | ~visible
+    floor = max(floor, torch.finfo(logits.dtype).min / 2)  # the most negative number of float16 is -65504
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return ~((logits >= floor) & (logits - logits.amax(-1, keepdim=True).clamp_min(floor) >= -depth))
+
+
+@dataclass(frozen=True, eq=False)
+class KernelCall:
+    """One call of an attention kernel: q (..., H, N, d), k (..., K, M, d) and v (..., K, M, e) as it got them.
+
+    The logits are ``scale q k^T``, after `score_mod` where there is one, plus `bias`; -inf where `visible` is False.
+    """
+
+    name: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None = None
+    visible: Tensor | None = None
+    """The boolean mask, causality included: True where a query may see a key, broadcastable to the logits."""
+    bias: Tensor | None = None
+    """What is added to the logits; it may hold -inf."""
+    score_mod: Callable[..., Tensor] | None = None
+    lse: Tensor | None = None
+    """Log-sum-exp of every row of logits, (..., H, N), where the kernel returns it."""
+    why_no_logits: str = ""
+    """Why the logits cannot be computed from the arguments; empty if they can."""
+
+    def copy(self) -> KernelCall:
+        """The same with copies of queries, keys and values, which later writes cannot reach."""
+        return replace(self, q=self.q.detach().clone(), k=self.k.detach().clone(), v=self.v.detach().clone())
+
+    def logits(self) -> Tensor:
+        """Computed again from the arguments, in float32 or better, (..., H, N, M)."""
+        assert self.scale is not None and not self.why_no_logits
+        q, k = (_at_least_single(part) for part in (self.q, _repeated(self.k, self.q)))
+        logits = self.scale * (q @ k.mT)
+        if self.score_mod is not None:
+            logits = self.score_mod(logits, *_positions(logits))
+        if self.bias is not None:
+            logits = logits + self.bias
+        return logits if self.visible is None else logits.masked_fill(~self.visible, -torch.inf)
+
+    def mask(self) -> Tensor | None:
+        """True where a query may see a key, broadcastable to the logits; None where added numbers may hide it."""
+        if self.why_no_logits or self.bias is not None:
+            return None
+        return torch.ones((), dtype=torch.bool, device=self.q.device) if self.visible is None else self.visible
+
+    def output(self, logits: Tensor) -> Tensor:
+        """What softmax attention with these logits puts out."""
+        return probabilities_of(logits) @ _at_least_single(_repeated(self.v, self.q))
+
+
+def probabilities_of(logits: Tensor) -> Tensor:
+    """Softmax of the rows; a row that is masked as a whole has none."""
+    return logits.softmax(-1).masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0.0)
+
+
+def _at_least_single(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _repeated(part: Tensor, q: Tensor) -> Tensor:
+    """Keys or values of a group of query heads, once for each of them."""
+    if part.dim() < 3 or part.shape[-3] == q.shape[-3]:
+        return part
+    return part.repeat_interleave(q.shape[-3] // part.shape[-3], dim=-3)
+
+
+def _positions(logits: Tensor) -> list[Tensor]:
+    """Numbers of batch, head, query and key, each of a shape that broadcasts to the logits."""
+    shapes = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
+    sizes = zip(logits.shape, shapes, strict=True)
+    return [torch.arange(size, device=logits.device, dtype=torch.int32).view(shape) for size, shape in sizes]
+
+
+# Reading the arguments of a kernel
+
+
+def read_call(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, scale: float | None = None
+) -> KernelCall | None:
+    """What an operator got, if it is an attention kernel; None if nothing says so.
+
+    Args:
+        operator: what a dispatch mode is called with.
+        args: positional arguments.
+        kwargs: arguments by name.
+        result: what it returned.
+        scale: of the logits, where the attention layer has one and the operator is given none.
+    """
+    name = higher_order_name(operator)
+    if name is not None:
+        return _flex_call(operator_arguments(operator, args, kwargs), result) if name == "flex_attention" else None
+    if operator.namespace in TORCH_OPERATORS and not _is_fused_attention(operator):
+        return None
+    given = operator_arguments(operator, args, kwargs)
+    found = [part for names in NAMES if (part := _first(given, names)) is not None]
+    named = len(found) == 3
+    if not named:
+        found = [value for value in given.values() if isinstance(value, Tensor) and value.is_floating_point()][:3]
+    if len(found) < 3 or not _fit(*found):
+        return None
+    q, k, v = found
+    returned = result if isinstance(result, (tuple, list)) else (result,)
+    call = KernelCall(str(operator.overloadpacket), q, k, v, **_options(given))
+    if q.is_nested:
+        return replace(call, why_no_logits="its tensors are nested")
+    if operator.namespace == "aten" and operator.overloadpacket.__name__.startswith("_scaled_dot_product"):
+        lse = _log_sum_exp(dict(zip(return_names(operator), returned, strict=False)), q)
+        return replace(_as_sdpa(call, given), lse=lse)
+    proven = _proven(call, given, returned, scale)
+    return proven if named or not proven.why_no_logits else None
+
+
+def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelCall:
+    """What `scaled_dot_product_attention` was called with."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    q = given["query"]
+    return _as_sdpa(KernelCall(SDPA, q, given["key"], given["value"], **_options(given)), given)
+
+
+def _as_sdpa(call: KernelCall, given: dict[str, Any]) -> KernelCall:
+    """The call with the causal mask and the scale that `scaled_dot_product_attention` documents."""
+    scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    return replace(_masked_causally(call, given, from_end=False), scale=scale)
+
+
+def _is_fused_attention(operator: Any) -> bool:
+    """Whether this is one of torch's fused kernels; `_native_multi_head_attention` reads tokens, and no heads."""
+    name = operator.overloadpacket.__name__
+    return operator.namespace == "aten" and "attention" in name and not name.startswith("_native")
+
+
+def _flex_call(given: dict[str, Any], result: Any) -> KernelCall:
+    q, k, v = given["query"], given["key"], given["value"]
+    mask_mod, buffers = given["block_mask"][-1], given.get("score_mod_other_buffers", ())
+
+    def score_mod(logits: Tensor, *positions: Tensor) -> Tensor:
+        return given["score_mod"](logits, *positions, *buffers).expand_as(logits)
+
+    call = KernelCall("flex_attention", q, k, v, given["scale"], score_mod=score_mod)
+    why = "its score_mod or mask cannot be evaluated for all positions at once"
+    try:
+        numbers = _positions(q.new_empty(q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+        visible = mask_mod(*numbers, *given.get("mask_mod_other_buffers", ()))
+        call = replace(call, visible=visible)
+        right = _agrees(call.output(call.logits()), result[0])
+    except Exception as error:  # functions of the user, which flex_attention calls for one position at a time
+        return replace(call, visible=None, why_no_logits=f"{why} ({type(error).__name__})")
+    return call if right else replace(call, visible=None, why_no_logits=why)
+
+
+def _first(given: dict[str, Any], names: Sequence[str]) -> Tensor | None:
+    """The first argument of these names that is a tensor."""
+    return next((given[name] for name in names if isinstance(given.get(name), Tensor)), None)
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether these may be queries, keys and values."""
+    return q.dim() == k.dim() == v.dim() >= 2 and q.shape[-1] == k.shape[-1] and k.shape[:-1] == v.shape[:-1]
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """Scale, mask and bias of a kernel's arguments."""
+    scale = next((float(given[name]) for name in SCALES if isinstance(given.get(name), (int, float))), None)
+    mask = _first(given, MASKS)
+    found: dict[str, Any] = {"scale": scale}
+    if mask is not None:
+        found["visible" if mask.dtype == torch.bool else "bias"] = mask
+    return found
+
+
+def _masked_causally(call: KernelCall, given: dict[str, Any], *, from_end: bool) -> KernelCall:
+    """The call with its causal mask, and each of several sequences in one sees itself only.
+
+    Of fewer queries than keys these are the last where `from_end`, else the first.
+    """
+    causal, numbers = any(given.get(name) is True for name in CAUSAL), []
+    for part, names in zip((call.q, call.k), SEQUENCES, strict=True):
+        at = torch.arange(part.shape[-2], device=part.device)
+        begins = _first(given, names)
+        sequence = torch.zeros_like(at) if begins is None else torch.bucketize(at, begins[1:-1], right=True)
+        end = 0 if not from_end else len(at) if begins is None else begins[1:].to(at)[sequence]
+        numbers.append((at - end, sequence, begins is not None))
+    (query, of_query, several), (key, of_key, _) = numbers
+    if not causal and not several:
+        return call
+    visible = of_query[:, None] == of_key
+    if causal:
+        visible = visible & (query[:, None] >= key)
+    return replace(call, visible=visible if call.visible is None else call.visible & visible)
+
+
+def _log_sum_exp(returned: dict[str, Any], q: Tensor) -> Tensor | None:
+    found = returned.get("logsumexp", returned.get("log_sumexp"))
+    return None if found is None or found.dim() != q.dim() - 1 else found[..., : q.shape[-2]]  # it may be padded
+
+
+def _proven(call: KernelCall, given: dict[str, Any], returned: Any, scale: float | None) -> KernelCall:
+    """The reading of an unknown kernel's arguments under which softmax attention puts out what it put out."""
+    tensors = [one for one in returned if isinstance(one, Tensor)]
+    found: list[KernelCall] = []
+    agreed: list[Tensor] = []
+    for reading in _readings(call, given, scale) if tensors else ():
+        with contextlib.suppress(RuntimeError):  # shapes that do not fit: another reading may
+            logits = reading.logits()
+            mine = reading.output(logits)
+            if any(_agrees(mine, out) for out in _as_heads(tensors[0], mine)):
+                if any(logits.shape == other.shape and torch.equal(logits, other) for other in agreed):
+                    continue  # a causal mask on one token
+                lse = logits.logsumexp(-1)
+                found.append(replace(reading, lse=next((one for one in tensors[1:] if _agrees(lse, one)), None)))
+                agreed.append(logits)
+    if len(found) == 1:
+        return found[0]
+    what = "several readings of its arguments give" if found else "softmax(s q k^T) v of its arguments is not"
+    return replace(call, scale=None, visible=None, bias=None, why_no_logits=f"{what} what it puts out")
+
+
+def _as_heads(out: Tensor, like: Tensor) -> Iterator[Tensor]:
+    """What a kernel puts out with heads before tokens, whether it has them so, after them, or side by side."""
+    yield out
+    if out.dim() == like.dim() > 2:
+        yield out.transpose(-3, -2)
+    elif out.dim() == like.dim() - 1 > 1 and out.numel() == like.numel():
+        yield out.unflatten(-1, (like.shape[-3], -1)).transpose(-3, -2)
+
+
+def _readings(call: KernelCall, given: dict[str, Any], scale: float | None) -> Iterator[KernelCall]:
+    """The same with heads before tokens and after them, with the scales and masks that it may use."""
+    usual = call.q.shape[-1] ** -0.5
+    others = [one for one in (scale, 1.0) if one is not None and not math.isclose(one, usual, rel_tol=1e-5)]
+    scales = [usual, *dict.fromkeys(others)] if call.scale is None else [call.scale]
+    says_causal = any(name in given for name in CAUSAL)
+    causal = [given] if says_causal or call.visible is not None else [given, {**given, "causal": True}]
+    orders = (False, True) if call.q.dim() > 2 else (False,)
+    for swapped, one, options in itertools.product(orders, scales, causal):
+        q, k, v = (part.transpose(-3, -2) if swapped else part for part in (call.q, call.k, call.v))
+        if q.dim() == 2 or q.shape[-3] % k.shape[-3] == 0:
+            yield _masked_causally(replace(call, q=q, k=k, v=v, scale=one), options, from_end=True)
+
+
+def _agrees(mine: Tensor, theirs: Tensor) -> bool:
+    if mine.shape != theirs.shape:
+        return False
+    rtol = max(1e-4, 4 * torch.finfo(theirs.dtype).eps)
+    theirs = theirs.to(mine.dtype)
+    return bool((mine - theirs).norm() <= rtol * theirs.norm())
+
+
+# Watching a forward pass
+
+
+def note_products(
+    operator: Any,
+    args: Any,
+    result: Any,
+    products: list[tuple[Tensor, Tensor]] | None,
+    softmaxes: list[tuple[Tensor, Tensor]] | None,
+) -> None:
+    """Copy what an operator multiplied, or a softmax read and gave, into these lists; None leaves them out.
+
+    Every product of a forward pass, however it was written (`@`, einsum, scaled_dot_product_attention with the plain
+    backend), reaches torch's dispatcher as one of these.
+    """
+    name = operator.overloadpacket.__name__
+    if products is not None and name in ("bmm", "mm"):
+        products.append((as_batch(args[0]), as_batch(args[1])))
+    elif products is not None and name in ("baddbmm", "addmm"):
+        products.append((as_batch(args[1]), as_batch(args[2])))
+    elif softmaxes is not None and name in ("_softmax", "_safe_softmax"):
+        softmaxes.append((args[0].detach().clone(), result.detach().clone()))
+
+
+def as_batch(matrix: Tensor) -> Tensor:
+    """A copy of an operand as (batch, rows, columns)."""
+    return matrix.detach().clone().reshape(-1, *matrix.shape[-2:])
+
+
+@dataclass(eq=False)
+class KernelTrace:
+    """What was seen of the kernels of one attention layer.
+
+    Products and softmaxes are None where nobody asked for them.
+    """
+
+    products: list[tuple[Tensor, Tensor]] | None = None
+    softmaxes: list[tuple[Tensor, Tensor]] | None = None
+    """Logits and probabilities."""
+    calls: list[KernelCall] = field(default_factory=list)
+    """Fused kernels."""
+    evaluate: bool = True
+    """Whether logits and probabilities of fused kernels are computed again."""
+    scale: float | None = None
+    """Of the attention layer."""
+    operators: tuple[str, ...] = ()
+    """Operators outside torch's own set, and higher-order ones, of which no logits are known."""
+    sdpa: bool = False
+    """Whether the call of `scaled_dot_product_attention` that is running is already among the calls."""
+
+    def see(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note one operator."""
+        hidden = higher_order_name(operator)
+        if hidden is None and operator.namespace not in TORCH_OPERATORS:
+            hidden = str(operator.overloadpacket)
+        call = read_call(operator, args, kwargs, result, self.scale)
+        if call is not None:
+            self.add(call)
+        elif hidden is None:
+            note_products(operator, args, result, self.products, self.softmaxes)
+        if hidden is not None and (call is None or call.why_no_logits):
+            why = "" if call is None else f" ({call.why_no_logits})"
+            self.operators = (*self.operators, hidden + why)
+
+    def add(self, call: KernelCall) -> None:
+        """Note a fused kernel; its logits and probabilities are computed where they are asked for."""
+        call = call.copy()
+        if self.sdpa:
+            self.calls[-1] = replace(self.calls[-1], lse=call.lse)
+        else:
+            self.calls.append(call)
+        if self.softmaxes is None or not self.evaluate or call.why_no_logits:
+            return
+        logits = call.logits()
+        p = probabilities_of(logits)
+        self.softmaxes.append((logits, p))
+        if self.products is not None:
+            k, v = (_at_least_single(_repeated(part, call.q)) for part in (call.k, call.v))
+            self.products.append((as_batch(_at_least_single(call.q)), as_batch(k.mT)))
+            self.products.append((as_batch(p), as_batch(v)))
+
+
+class KernelWatch(TorchDispatchMode):
+    """Shows every operator to the trace of the attention layer that is running."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        """Start outside of any attention layer."""
+        super().__init__()
+        self.trace: KernelTrace | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and note it."""
+        result = func(*args, **(kwargs or {}))
+        if self.trace is not None:
+            self.trace.see(func, args, kwargs or {}, result)
+        return result
+
+
+class ProductRecorder(KernelWatch):
+    """Records operands of every matrix product, and input and output of every softmax, of all that runs inside it."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__()
+        self.products: list[tuple[Tensor, Tensor]] = []
+        self.softmaxes: list[tuple[Tensor, Tensor]] = []
+        self.trace = KernelTrace(self.products, self.softmaxes)
+
+
+class SdpaWatch(TorchFunctionMode):
+    """Notes what `scaled_dot_product_attention` is called with, before torch takes it apart."""
+
+    def __init__(self, kernels: KernelWatch) -> None:
+        """Of the attention layer that the other mode watches."""
+        super().__init__()
+        self.kernels = kernels
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function and note its arguments."""
+        trace = self.kernels.trace
+        if func is not scaled_dot_product_attention or trace is None:
+            return func(*args, **(kwargs or {}))
+        call = read_sdpa(args, kwargs or {})
+        trace.calls.append(call.copy())
+        trace.sdpa = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            trace.sdpa = False
