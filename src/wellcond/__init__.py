@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from wellcond.doctor.diagnose import diagnose
     from wellcond.doctor.records import Diagnosis, DiagnosisError, Finding, LayerFacts, TokenFacts
     from wellcond.init.apply import init_
+    from wellcond.jacobian.records import JacobianSpectrum
     from wellcond.jacobian.spectrum import jacobian_spectrum
-    from wellcond.linalg.records import JacobianSpectrum, Spectrum
+    from wellcond.linalg.records import Spectrum
     from wellcond.linalg.spectrum import spectrum
     from wellcond.measurement.measure import HeadReport, LayerReport, MeasurementReport, MeasureSettings, measure
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
@@ -95,10 +96,11 @@ _LAZY = {
     "doctor.diagnose": ("diagnose",),
     "doctor.records": ("Diagnosis", "DiagnosisError", "Finding", "LayerFacts", "TokenFacts"),
     "init.apply": ("init_",),
+    "jacobian.records": ("JacobianSpectrum",),
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),
     "measurement.measure": ("HeadReport", "LayerReport", "MeasurementReport", "MeasureSettings", "measure"),
-    "linalg.records": ("JacobianSpectrum", "Spectrum"),
+    "linalg.records": ("Spectrum",),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}

@@ -13,7 +13,7 @@ from wellcond.cli import app as cli
 from wellcond.cli.console import echo, echo_json, make_console
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import write_atomically
-from wellcond.linalg.records import Convention
+from wellcond.jacobian.records import Convention
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,7 +95,7 @@ def measure(
 
 
 def _say_slow(seconds: float) -> None:
-    from wellcond.jacobian.select import show_seconds
+    from wellcond.jacobian.problem import show_seconds
 
     echo(
         f"this is expected to take up to {show_seconds(seconds)}: --layers, --heads or fewer --tokens make that less, "

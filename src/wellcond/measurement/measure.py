@@ -20,9 +20,9 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import check_choice
+from wellcond.jacobian.bounds import SurrogateFactors, log10_kappa_bound, softmax_spectra
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
-from wellcond.jacobian.capture.forms import CapturedForm, Part, captured_form, output_form, parts_of, samples_of
 from wellcond.jacobian.diagnosis import (
     COLLAPSED_MASS,
     AttentionStatistics,
@@ -32,12 +32,22 @@ from wellcond.jacobian.diagnosis import (
     is_collapsed,
     map_statistics,
 )
-from wellcond.jacobian.head import Blocks, Head, build_all_blocks
-from wellcond.jacobian.plain import WideForm, stack_size, wide_forms
-from wellcond.jacobian.select import METHODS, SLOW_SECONDS, TooLongError, show_seconds
-from wellcond.jacobian.spectrum import form_spectra
-from wellcond.lab.nystrom.form import nystrom_map
-from wellcond.linalg.records import Convention, JacobianSpectrum, Spectrum
+from wellcond.jacobian.factors import JacobianFactors, build_all_factors
+from wellcond.jacobian.head import Head
+from wellcond.jacobian.problem import METHODS, SLOW_SECONDS, TooLongError, show_seconds
+from wellcond.jacobian.records import Convention, JacobianSpectrum
+from wellcond.jacobian.select import (
+    Part,
+    SelectedOperator,
+    approximated_map,
+    output_operator,
+    parts_of,
+    samples_of,
+    select_operator,
+)
+from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size, stacked_jacobian
+from wellcond.jacobian.spectrum import operator_spectra
+from wellcond.linalg.records import Spectrum
 from wellcond.linalg.spectrum import SoftmaxSpectrum, spectra, to_float64
 from wellcond.measurement.facts import run_facts
 from wellcond.measurement.log import MeasurementLog
@@ -53,8 +63,6 @@ from wellcond.measurement.records import (
     ReportError,
 )
 from wellcond.measurement.sharded import measure_sharded
-from wellcond.theory.bounds import log10_kappa_bound
-from wellcond.theory.surrogate import Factors, softmax_spectra
 
 __all__ = [
     "NUMERICAL",
@@ -130,12 +138,14 @@ class MeasureSettings:
             raise ValueError("output=True is about the Jacobian, and jacobian=False leaves it out")
 
     def spectra(
-        self, chosen: Sequence[CapturedForm], admit: Callable[[float], bool] | None = None
+        self, chosen: Sequence[SelectedOperator], admit: Callable[[float], bool] | None = None
     ) -> list[JacobianSpectrum]:
-        """Spectra of forms of one class and shape; TooLongError if `admit`, asked with the seconds, says no."""
-        forms = [one.form if self.convention == "wide" else one.form.stacked() for one in chosen]
+        """Spectra of operators of one class and shape; TooLongError if `admit`, asked with the seconds, says no."""
+        operators = [one.operator for one in chosen]
+        if self.convention == "stack":
+            operators = [stacked_jacobian(operator) for operator in operators]
         limits = {"method": self.method, "memory_limit": self.memory_limit, "admit": admit}
-        return form_spectra(forms, convention=self.convention, **limits)  # type: ignore[arg-type]
+        return operator_spectra(operators, convention=self.convention, **limits)  # type: ignore[arg-type]
 
 
 class MeasureOptions(TypedDict, total=False):
@@ -414,16 +424,17 @@ class _Group:
         return all_attention_statistics(self.heads)
 
     @cached_property
-    def forms(self) -> list[CapturedForm]:
-        """Of the Jacobian on the first samples."""
-        return self._forms(0)
+    def operators(self) -> list[SelectedOperator]:
+        """Jacobians on the first samples."""
+        return self._operators(0)
 
     @cached_property
-    def blocks(self) -> list[Blocks | None]:
+    def factors(self) -> list[JacobianFactors]:
         """Of plain heads, with respect to their weights alone."""
-        if self.layer.task.biases and self.heads:
-            return list(build_all_blocks(self.heads))
-        return [one.form.plain_blocks() for one in self.forms]
+        if self.layer.task.biases:
+            return build_all_factors(self.heads)
+        plain = [one.operator for one in self.operators]
+        return [operator.factors for operator in plain if isinstance(operator, SoftmaxJacobian)]
 
     @cached_property
     def spectra(self) -> list[list[JacobianSpectrum]]:
@@ -431,16 +442,17 @@ class _Group:
         task, count = self.layer.task, len(self.layer.samples)
         name, index, heads = self.layer.captured.site.name, self.parts[0].index, len(self.parts)
         # All samples are asked for with the first: a head is measured whole or not at all.
-        first = task.spectra(self.forms, lambda seconds: self.layer.pace.allows(name, index, count * seconds, heads))
-        return [first, *(task.spectra(self._forms(number)) for number in range(1, count))]
+        pace = self.layer.pace
+        first = task.spectra(self.operators, lambda seconds: pace.allows(name, index, count * seconds, heads))
+        return [first, *(task.spectra(self._operators(number)) for number in range(1, count))]
 
-    def _forms(self, number: int) -> list[CapturedForm]:
-        layer, plain = self.layer, list[WideForm | None]([None] * len(self.parts))
+    def _operators(self, number: int) -> list[SelectedOperator]:
+        layer, plain = self.layer, list[SoftmaxJacobian | None]([None] * len(self.parts))
         if layer.heads:
-            plain = list(wide_forms([layer.heads[number][part] for part in self.parts], layer.task.biases))
-        return [captured_form(layer.captured, part.kv_head, samples=layer.samples[number], biases=layer.task.biases,
-                              query_head=part.query_head, plain=form)
-                for part, form in zip(self.parts, plain, strict=True)]  # fmt: skip
+            plain = list(softmax_jacobians([layer.heads[number][part] for part in self.parts], layer.task.biases))
+        return [select_operator(layer.captured, part.kv_head, samples=layer.samples[number], biases=layer.task.biases,
+                              query_head=part.query_head, plain=operator)
+                for part, operator in zip(self.parts, plain, strict=True)]  # fmt: skip
 
 
 def _measure_head(layer: _Layer, part: Part, log: MeasurementLog | None) -> HeadReport:
@@ -490,29 +502,30 @@ def _seen_attention(captured: CapturedAttention, part: Part) -> dict[str, Any]:
 
 
 def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
-    """Fields of a `HeadReport` about the softmax that Nystrom attention approximates."""
-    seen = nystrom_map(captured, index)
+    """Fields of a `HeadReport` about the softmax that an attention approximates."""
+    seen = approximated_map(captured, index)
     return {} if seen is None else {"attention": seen.statistics, "approximation_error": seen.error}
 
 
 def _jacobian_of(group: _Group, at: int) -> dict[str, Any]:
     """Fields of a `HeadReport` that are about the Jacobian and what explains it."""
     captured, task, part = group.layer.captured, group.layer.task, group.parts[at]
-    found, first = [of_samples[at] for of_samples in group.spectra], group.forms[at]
+    found, first = [of_samples[at] for of_samples in group.spectra], group.operators[at]
     both = _both(found)
     fields: dict[str, Any] = {"jacobian": found[0], "samples": both[task.kappa], "both_samples": both}
-    fields["how"], head, blocks = first.how, first.form.plain_head, group.blocks[at]
-    if head is None or blocks is None:
-        mapped = first.form.diagnose()
-        return fields | (_approximated(captured, part.kv_head) if mapped is None else _diagnosed(mapped))
-    diagnosis = diagnose_head(head, blocks, group.statistics[at])
+    fields["how"] = first.how
+    if not group.heads:
+        explained = _approximated(captured, part.kv_head) if first.diagnose is None else _diagnosed(first.diagnose())
+        return fields | explained
+    head, factors = group.heads[at], group.factors[at]
+    diagnosis = diagnose_head(head, factors, group.statistics[at])
     fields |= _diagnosed(diagnosis)
     if head.is_single:
         kappa = {"X": diagnosis.kappa_x}
         for role in ("query", "key", "value"):
             kappa[role] = group.layer.weights[captured.site.roles[role]][part].pseudo_condition_number
-        fields["papers_bound_log10"] = Factors(kappa, diagnosis.kappa_p, group.lambdas[at]).log10
-        bound = None if task.biases else log10_kappa_bound(head, blocks, convention=task.convention)
+        fields["papers_bound_log10"] = SurrogateFactors(kappa, diagnosis.kappa_p, group.lambdas[at]).log10
+        bound = None if task.biases else log10_kappa_bound(head, factors, convention=task.convention)
         fields["bound_log10"] = bound
     return fields
 
@@ -529,8 +542,8 @@ def _through_output(captured: CapturedAttention, task: MeasureSettings, pace: _P
     try:
         chosen = samples_of(captured, task.samples, task.combine)
         found = [
-            form_spectra(
-                [output_form(captured, some, task.biases)], method=task.method, memory_limit=task.memory_limit,
+            operator_spectra(
+                [output_operator(captured, some, task.biases)], method=task.method, memory_limit=task.memory_limit,
                 admit=lambda seconds: pace.allows(site.name, 0, len(chosen) * seconds),
             )[0]
             for some in chosen

@@ -15,7 +15,8 @@ from wellcond.errors import WellcondError
 from wellcond.files import json_ready
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
 from wellcond.jacobian.layer import union_condition_number
-from wellcond.linalg.records import Convention, JacobianSpectrum, Spectrum, restore, show_kappas
+from wellcond.jacobian.records import Convention, JacobianSpectrum
+from wellcond.linalg.records import Spectrum, restore, show_kappas
 from wellcond.measurement.frames import make_frame
 from wellcond.measurement.plot import HeadMark, plot_heads
 

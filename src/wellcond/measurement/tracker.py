@@ -16,8 +16,8 @@ from wellcond.attention.checks import Chosen, choose_sites
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import any_distributed, reshard_, unwrap
 from wellcond.errors import WellcondError
-from wellcond.jacobian.select import show_seconds
-from wellcond.linalg.records import Convention
+from wellcond.jacobian.problem import show_seconds
+from wellcond.jacobian.records import Convention
 from wellcond.measurement.budget import (
     Allowance,
     Heads,

@@ -40,7 +40,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import weighted_covariances
+from wellcond.jacobian.factors import weighted_covariances
 from wellcond.lab.nystrom.head import NystromHead
 from wellcond.linalg.spectrum import row_space
 
@@ -94,6 +94,20 @@ class Coordinates:
         first, second = turned[:, : self.split], turned[:, self.split :]
         return torch.cat([(first @ self.outer_channels).flatten(1), (second @ self.inner_channels).flatten(1)], dim=1)
 
+    def turned(self, coordinates: Tensor) -> Tensor:
+        """The direction (tokens, d) that has these coordinates (size,): the transpose of `of_turned`."""
+        outer, inner = self.outer_channels, self.inner_channels
+        first, second = coordinates.split(
+            [self.split * outer.shape[1], coordinates.numel() - self.split * outer.shape[1]]
+        )
+        return torch.cat([first.view(self.split, -1) @ outer.T, second.view(-1, inner.shape[1]) @ inner.T])
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        inner = self.tokens.shape[1] - self.split
+        return self.split * self.outer_channels.shape[1] + inner * self.inner_channels.shape[1]
+
 
 class Moving:
     """Orthonormal coordinates of all directions of W_Q and W_K that are not known to be null; Note [Columns]."""
@@ -138,6 +152,16 @@ class Moving:
             mixed = torch.ormqr(*self.reflectors, both[:, : self.num_touched], left=False)
             both[:, : self.num_touched] = mixed
         return both[:, self.num_null :]
+
+    def give(self, coordinates: Tensor) -> tuple[Tensor, Tensor]:
+        """Directions (tokens, d) of W_Q and W_K that have these coordinates (size,): the transpose of `take`."""
+        both = torch.cat([coordinates.new_zeros(self.num_null), coordinates])[None]
+        if self.num_null:
+            mixed = torch.ormqr(*self.reflectors, both[:, : self.num_touched], left=False, transpose=True)
+            both[:, : self.num_touched] = mixed
+        ordered = torch.empty_like(both[0]).scatter_(0, self.order, both[0])
+        of_q, of_k = ordered.split([self.q.size, self.k.size])
+        return self.q.turned(of_q), self.k.turned(of_k)
 
 
 class Reach:

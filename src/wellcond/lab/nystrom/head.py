@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d
 
-from wellcond.jacobian.head import through_softmax, weighted_covariances
+from wellcond.jacobian.factors import through_softmax, weighted_covariances
 
 STEPS = 6
 

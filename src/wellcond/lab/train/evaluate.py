@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import reshard_, unwrap
 from wellcond.integrations.watch import Summaries, summarise
-from wellcond.jacobian.select import show_seconds
+from wellcond.jacobian.problem import show_seconds
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Samples, evaluating

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
 from wellcond.attention.record import ROLES
-from wellcond.jacobian.generic.head import GenericHead
+from wellcond.jacobian.module import ModuleJacobian
 
 LINEAR, CONVOLUTIONS = (F.linear, torch.addmm), (F.conv1d, F.conv2d)
 PLAIN = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -38,14 +38,14 @@ class Cut:
     axis: int
 
     def pull(self, edge: GradientEdge, cotangent: Tensor) -> Tensor:
-        """Cotangents of the output, (T, out), of those of something computed from it."""
+        """The VJP from `edge` to the output of this projection, (T, out)."""
         (found,) = torch.autograd.grad(
             edge, self.leaf, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True
         )
         return found.movedim(self.axis, -1).reshape(len(self.tokens), -1)
 
     def pull_many(self, edge: GradientEdge, cotangents: Tensor) -> Iterator[Tensor]:
-        """The same of several cotangents, together where the operations allow it."""
+        """VJPs of several cotangents, batched where the operations allow it."""
         together = max(1, BATCH_BYTES // (8 * self.leaf.numel()))
         for some in cotangents.split(together):
             try:
@@ -132,16 +132,16 @@ def _products(nodes: dict[Node, None]) -> Iterator[Product]:
 class Trace:
     """The graph of one replayed call, cut behind the projections of Q, K and V."""
 
-    def __init__(self, generic: GenericHead) -> None:
+    def __init__(self, module: ModuleJacobian) -> None:
         """Run the copy once.
 
         Raises: NotTracedError if the graph has not the one softmax and the two products of an attention.
         """
-        self.generic, site = generic, generic.site
+        self.module, site = module, module.site
         slots = [site.by_role(role) for role in ROLES]
-        stored = [generic.stored(slot) for slot in slots]
+        stored = [module.stored(slot) for slot in slots]
         with torch.enable_grad(), CutProjections(stored) as watched:
-            self.heads = generic.run()
+            self.heads = module.run()
         if any(len(cuts) != 1 for cuts in watched.cuts.values()):
             raise NotTracedError("a projection is not called exactly once")
         self.cuts = [watched.cuts[id(weight)][0] for weight in stored]
@@ -198,7 +198,7 @@ class Trace:
         edge, product = self.logits, self.scores
         (of_product,) = torch.autograd.grad(edge, GradientEdge(product.node, 0), cotangent, retain_graph=True)
         by_product = of_product.reshape(*product.left.shape[:2], -1) @ product.right.detach().mT
-        rows = self.generic.site.by_role("query").rows.flatten()  # a fused projection makes keys and values as well
+        rows = self.module.site.by_role("query").rows.flatten()  # a fused projection makes keys and values as well
         own = self.cuts[0].pull(product.edges[0], by_product.reshape(product.left.shape))[:, rows]
         every = self.cuts[0].pull(edge, cotangent)[:, rows]
         return float((every - own).norm()) > 1e-10 * float(every.norm())
