@@ -22,7 +22,7 @@ from models import NanoGPTAttention, XTransformersAttention, stack
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WeightError
 from wellcond.jacobian.capture import CapturedAttention, NotPlainError, capture_attention
-from wellcond.jacobian.plain import dense_jacobian
+from wellcond.jacobian.softmax import dense_jacobian
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 

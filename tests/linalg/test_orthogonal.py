@@ -2,9 +2,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wellcond.linalg.corrections import polar_correction
 
 from wellcond.errors import UnknownChoiceError, WeightError
-from wellcond.linalg.corrections import polar_correction
 from wellcond.linalg.orthogonal import polar, random_semi_orthogonal
 from wellcond.linalg.spectrum import singular_values, spectrum
 

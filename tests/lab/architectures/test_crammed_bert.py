@@ -12,7 +12,7 @@ import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
 from wellcond.attention.layout import fused_site
 from wellcond.attention.site import Place
 from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.capture.forms import captured_form
+from wellcond.jacobian.select import select_operator
 from wellcond.lab.models.build import ModelSpecError, build_model
 from wellcond.lab.models.changes import remove_norms_
 
@@ -252,7 +252,7 @@ def test_measured_jacobian_is_autograds(padded):
         assert found.sigma_max == pytest.approx(float(sigma[0]), rel=1e-9)
         assert found.condition_number == pytest.approx(float(sigma[0] / sigma[-1]), rel=1e-5)
     site = wc.find_attention(model)[1]
-    form = captured_form(capture_attention(model, batch, sites=[site])[0], 0)
+    form = select_operator(capture_attention(model, batch, sites=[site])[0], 0)
     assert form.how == "structured: plain softmax"
 
 
