@@ -133,8 +133,13 @@ def test_rank_of_generic_norm_heads(g, n, d, mapped, loss):
     head = Head(normal(n, D), normal(g, d, D), normal(d, D), normal(2, D), 1.0)
     form = mapped_head(head, mapped)
     expected = d * D * (g + 1) + 2 * D - loss(d, D, g)
-    assert form.rank_bound().rank == min(expected, form.shape[0])
-    assert numerical_rank(torch.linalg.svdvals(form.as_matrix())) == form.rank_bound().rank
+    rank = numerical_rank(torch.linalg.svdvals(form.as_matrix()))
+    assert rank == min(expected, form.shape[0])
+    # Rotations are counted by polar factors of the N_r, which are not unique where a norm hides the size of its row.
+    hides_size = torch.linalg.matrix_rank(form.query.jacobian, rtol=1e-9).max() < torch.linalg.matrix_rank(
+        form.query.jacobian.flatten(0, 1), rtol=1e-9
+    )
+    assert rank <= form.rank_bound().rank if bool(hides_size) else rank == form.rank_bound().rank
 
 
 def test_rank_of_a_norm_head_that_is_wider_than_its_tokens():

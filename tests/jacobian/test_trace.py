@@ -87,12 +87,11 @@ def test_singular_values_are_those_of_the_module(family):
         kept = expected[:count] > 1e-6 * scale  # below, 1e-8 of a value is less than the rounding of the largest
         torch.testing.assert_close(found[:count][kept], expected[:count][kept], rtol=1e-8, atol=0)
         torch.testing.assert_close(form.gram().matrix(), dense @ dense.T, rtol=0, atol=1e-12 * scale**2)
-        v = torch.randn(dense.shape[1], dtype=torch.float64)
-        torch.testing.assert_close(
-            form.matvec(form.rmatvec(dense[:, 0])), dense @ (dense.T @ dense[:, 0]), rtol=1e-9, atol=1e-12 * scale**2
-        )
-        u = torch.randn(len(dense), dtype=torch.float64)
-        assert float(u @ form.matvec(v)) == pytest.approx(float(form.rmatvec(u) @ v), rel=1e-9, abs=1e-9 * scale)
+        v, u = (torch.randn(size, dtype=torch.float64) for size in (dense.shape[1], len(dense)))
+        pulled = form.rmatvec(u)
+        close = {"rtol": 1e-9, "atol": 1e-11 * scale**2}
+        torch.testing.assert_close(form.matvec(pulled), dense @ (dense.T @ u), **close)
+        assert float(u @ form.matvec(v)) == pytest.approx(float(pulled @ v), rel=1e-9, abs=1e-9 * scale)
         rank = int((expected > 1e-12 * scale).sum())
         assert rank <= form.rank_bound().rank
         if "query position term" in captured.site.modifiers:

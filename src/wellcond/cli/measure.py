@@ -74,6 +74,7 @@ def measure(
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
     cli.check_outputs(output, html, force=force)
     built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
+    import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
     from wellcond.attention.find import scan_attention
     from wellcond.measurement.measure import measure
 
