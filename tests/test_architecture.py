@@ -102,10 +102,9 @@ OPERATOR = {"shape", "matvec", "rmatvec", "rank_bound", "as_matrix", "gram", "hi
 
 
 def test_an_operator_overrides_seven_members_and_nothing_else():
-    from wellcond.jacobian.operator import JacobianOperator
-
     import wellcond.jacobian.select  # noqa: F401  (the operators of the core)
     import wellcond.lab.nystrom  # noqa: F401
+    from wellcond.jacobian.operator import JacobianOperator
 
     assert JacobianOperator.__abstractmethods__ == {"shape", "matvec", "rmatvec", "rank_bound"}
     members = {name for name in vars(JacobianOperator) if not name.startswith("__") and name != "_abc_impl"}

@@ -9,7 +9,7 @@ from torch import nn
 
 import wellcond as wc
 from contracts.harness import randomise_
-from jacobian.test_generic import BUILD, captured_from
+from jacobian.test_module import BUILD, captured_from
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.module import ModuleJacobian, num_samples
 from wellcond.jacobian.replica import CopyError
