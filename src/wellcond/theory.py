@@ -23,8 +23,7 @@ from wellcond.jacobian.bounds import (
     upper_parts,
     upper_square,
 )
-from wellcond.jacobian.factors import build_factors
-from wellcond.jacobian.head import Head
+from wellcond.jacobian.head import Head, build_factors
 from wellcond.jacobian.ranks import Ranks, contains_ones, generic_ranks, rank_and_ones
 from wellcond.jacobian.records import Convention
 from wellcond.linalg.spectrum import SoftmaxSpectrum, numerical_rank, singular_values, spectrum

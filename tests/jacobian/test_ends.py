@@ -7,9 +7,8 @@ import torch
 
 from wellcond.jacobian import problem
 from wellcond.jacobian.ends import factorise_, least_singular_value, make_triangle, no_eigenvalue_below, solve_float32
-from wellcond.jacobian.factors import build_factors
 from wellcond.jacobian.gram import OutputSteps, explicit_jacobian, output_gram, parameter_steps, pull_back, push_forward
-from wellcond.jacobian.head import Head
+from wellcond.jacobian.head import Head, build_factors
 from wellcond.jacobian.softmax import SoftmaxJacobian
 from wellcond.jacobian.spectrum import operator_spectrum
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jacobian.operators import head_spectrum
-from wellcond.jacobian import factors, problem, softmax
+from wellcond.jacobian import head, problem, softmax
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.problem import Problem
 from wellcond.jacobian.softmax import SoftmaxJacobian, StackedJacobian
@@ -85,7 +85,7 @@ def test_a_stack_too_large_for_its_eigenvalues_is_never_built(limit, method, exp
 )
 @pytest.mark.parametrize("method", ["gram", "cholesky", "implicit"])
 def test_a_method_needs_no_more_memory_than_it_says(form, method, monkeypatch):
-    monkeypatch.setattr(factors, "CHUNK_BYTES", 2**14)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 2**14)
     monkeypatch.setattr("wellcond.jacobian.gram.CHUNK_BYTES", 2**14)
     form.__dict__.pop("factors", None)  # cached by an earlier case
     said = Problem(form).needed_bytes(method)

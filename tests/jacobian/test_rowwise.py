@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jacobian.operators import F64, causal, check_head, evaluated, mapped_head, normals, numerical_rank, tensor
 from wellcond.errors import WeightError
 from wellcond.jacobian.diagnosis import diagnose_head
-from wellcond.jacobian.factors import softmax_weights
-from wellcond.jacobian.head import Head
+from wellcond.jacobian.head import Head, softmax_weights
 from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
 from wellcond.jacobian.softmax import dense_jacobian
 from wellcond.jacobian.spectrum import operator_spectrum

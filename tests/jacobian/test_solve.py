@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from jacobian.operators import check_operator, head_spectrum
 from wellcond.errors import UnknownChoiceError, WeightError
-from wellcond.jacobian.factors import build_factors
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
-from wellcond.jacobian.head import Head
+from wellcond.jacobian.head import Head, build_factors
 from wellcond.jacobian.problem import MemoryLimitError, Problem
 from wellcond.jacobian.ranks import wide_rank_bound, wide_shape
 from wellcond.jacobian.softmax import SoftmaxJacobian, dense_jacobian, stacked_jacobian

@@ -8,8 +8,7 @@ factor by a printed error, so that an erratum is the distance between two calls.
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.factors import build_factors
-from wellcond.jacobian.head import Head
+from wellcond.jacobian.head import Head, build_factors
 
 F64 = torch.float64
 

@@ -23,7 +23,7 @@ from theory.reference import (
     tensor,
     wide,
 )
-from wellcond.jacobian.factors import build_factors
+from wellcond.jacobian.head import build_factors
 from wellcond.linalg.spectrum import spectrum
 from wellcond.theory import (
     exact_case,

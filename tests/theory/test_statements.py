@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import wellcond.jacobian.bounds as bounds
-import wellcond.jacobian.factors as factors_module
+import wellcond.jacobian.head as factors_module
 from theory import cases
 from theory.papers import Printed
 from theory.reference import F64, head, lambda_hat, softmax_jacobian, tensor
 from wellcond.errors import UnknownChoiceError, WeightError, WellcondError
-from wellcond.jacobian.factors import build_factors
+from wellcond.jacobian.head import build_factors
 from wellcond.theory import (
     Head,
     HypothesisError,

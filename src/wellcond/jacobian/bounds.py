@@ -1,7 +1,7 @@
 r"""Bounds on the singular values of the parameter Jacobian, and the papers' surrogate for its condition number.
 
 wide = [J_Q J_K J_V], the Jacobian (N dv x ...); stack = [J_Q; J_K; J_V], the papers' dimension count, for dv = d. With
-the factors of `wellcond.jacobian.factors`, J J^T (wide) and J^T J (stack) are sums of three PSD terms,
+the factors of `wellcond.jacobian.head`, J J^T (wide) and J^T J (stack) are sums of three PSD terms,
 
     wide:  J J^T = bd(M_i)(X X^T (x) I) bd(M_i)^T + bd(B_i)(Q Q^T (x) I) bd(B_i)^T + P X X^T P^T (x) I
     stack: J^T J = (X (x) I)^T bd(M_i^T M_i) (X (x) I) + ... + X^T P^T P X (x) I
@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.factors import FactorStack, JacobianFactors
-from wellcond.jacobian.head import Head, stack_heads
+from wellcond.jacobian.head import FactorStack, Head, JacobianFactors, stack_heads
 from wellcond.jacobian.records import Convention
 from wellcond.linalg.spectrum import (
     SECTION_ENTRIES,

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.ends import from_the_right
-from wellcond.jacobian.factors import compressed, softmax_weights, through_softmax, with_constant
+from wellcond.jacobian.head import compressed, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, Triangle, TriangleHint
 from wellcond.jacobian.ranks import RankBound, rank_and_ones
 from wellcond.linalg.spectrum import cast_to_float64, default_rtol, move_to, singular_values

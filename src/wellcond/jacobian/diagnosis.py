@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.factors import FactorStack, JacobianFactors, build_factors
-from wellcond.jacobian.head import Head, stack_heads
+from wellcond.jacobian.head import FactorStack, Head, JacobianFactors, build_factors, stack_heads
 from wellcond.linalg.lanczos import largest_eigenvalues
 from wellcond.linalg.spectrum import singular_values, spectrum, spectrum_of_values
 

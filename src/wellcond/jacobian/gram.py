@@ -41,8 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.factors import CHUNK_BYTES, JacobianFactors, compressed
-from wellcond.jacobian.head import Head
+from wellcond.jacobian.head import CHUNK_BYTES, Head, JacobianFactors, compressed
 from wellcond.linalg.spectrum import row_space
 
 CACHE_BYTES = 4 * 2**20  # rows that are multiplied, scaled and added while they are near the processor

@@ -1,9 +1,10 @@
-"""The spectrum of a Jacobian as a frozen record."""
+"""The spectrum of a Jacobian as a frozen record, and the condition number of a layer from those of its heads."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,3 +101,29 @@ class JacobianSpectrum:
             "condition_number": self.condition_number,
             "pseudo_condition_number": self.pseudo_condition_number,
         }
+
+
+def union_condition_number(spectra: Sequence[JacobianSpectrum], kind: Literal["strict", "pseudo"] = "strict") -> float:
+    """Condition number of a layer without W_O from the spectra of its heads (or groups of heads).
+
+    Its heads share neither outputs nor parameters, so the singular values of the layer are the union of theirs.
+
+    Strict: infinite as soon as one head has a deficient rank, or if some heads have more outputs than parameters and
+    others fewer: then the layer has min(shape) above the number of singular values of its heads.
+    """
+    if not spectra:
+        raise ValueError("expected the spectrum of at least one head")
+    largest = max(one.sigma_max for one in spectra)
+    if largest == 0:
+        return math.nan
+    if kind == "pseudo":
+        last = [one.sigma_rank for one in spectra if one.rank]
+        if any(math.isnan(sigma) for sigma in last):
+            return math.nan
+        return largest / min(last) if min(last) > 0 else math.inf
+    rows, columns = (sum(one.shape[axis] for one in spectra) for axis in (0, 1))
+    complete = min(rows, columns) == sum(min(one.shape) for one in spectra)
+    last = [one.sigma_min for one in spectra]
+    if not complete or 0 in last or any(one.nullity for one in spectra):
+        return math.inf
+    return math.nan if any(math.isnan(sigma) for sigma in last) else largest / min(last)

@@ -1,6 +1,6 @@
 r"""Softmax heads whose queries, keys and values pass a map of their own: QK-norm, rotary, sinks, soft-caps.
 
-Legend (theory.md, section 5.1, on top of the legend of `wellcond.jacobian.factors`):
+Legend (theory.md, section 5.1, on top of the legend of `wellcond.jacobian.head`):
 
     qhat_r = f_r(q_r),  khat_j = f_j(k_j)      the mapped rows; P = softmax of h(Qhat Khat^T)
     N_r^q = df_r/dq (d' x d),  N_j^k           the Jacobians of the maps, one per row
@@ -37,9 +37,8 @@ from torch import Tensor
 
 from wellcond.errors import WeightError
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis, judge_head, map_statistics
-from wellcond.jacobian.factors import JacobianFactors, compressed, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.gram import OutputSteps, output_gram
-from wellcond.jacobian.head import Head
+from wellcond.jacobian.head import Head, JacobianFactors, compressed, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side
 from wellcond.jacobian.ranks import RankBound, counted_biases, wide_shape
 from wellcond.jacobian.rowwise_rank import rowwise_rank_bound

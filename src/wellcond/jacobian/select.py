@@ -20,9 +20,8 @@ from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
 from wellcond.jacobian.graph import NotTracedError
-from wellcond.jacobian.layer import ProjectedHeads
 from wellcond.jacobian.module import ModuleJacobian, num_samples
-from wellcond.jacobian.operator import JacobianOperator
+from wellcond.jacobian.operator import JacobianOperator, ProjectedHeads
 from wellcond.jacobian.rowwise import RowwiseHead
 from wellcond.jacobian.softmax import SoftmaxJacobian
 from wellcond.jacobian.trace import trace_rowwise

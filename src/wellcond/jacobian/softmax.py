@@ -23,15 +23,6 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.bounds import lower_parts, lower_square, norm_bound
-from wellcond.jacobian.factors import (
-    FactorStack,
-    JacobianFactors,
-    build_all_factors,
-    build_factors,
-    stack_factors,
-    through_softmax,
-    with_constant,
-)
 from wellcond.jacobian.gram import (
     OutputSteps,
     ParameterSteps,
@@ -43,7 +34,17 @@ from wellcond.jacobian.gram import (
     push_forward,
     stack_gram,
 )
-from wellcond.jacobian.head import Head, can_stack
+from wellcond.jacobian.head import (
+    FactorStack,
+    Head,
+    JacobianFactors,
+    build_all_factors,
+    build_factors,
+    can_stack,
+    stack_factors,
+    through_softmax,
+    with_constant,
+)
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, NotDefinedError, Side
 from wellcond.jacobian.ranks import RankBound, counted_biases, stack_rank_bound, wide_rank_bound, wide_shape
 from wellcond.linalg.spectrum import SMALLEST_ON_DEVICE, where_decomposed

@@ -27,8 +27,8 @@ from wellcond.attention.record import ROLES
 from wellcond.attention.site import Slot
 from wellcond.jacobian.graph import Cut, NotTracedError, Trace
 from wellcond.jacobian.head import Head
-from wellcond.jacobian.layer import MappedRows
 from wellcond.jacobian.module import ModuleJacobian
+from wellcond.jacobian.operator import MappedRows
 from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
 
 MOST_ENTRIES = 2**27  # of a derivative for every row, key and channel: 1 GiB

@@ -32,8 +32,7 @@ from wellcond.jacobian.diagnosis import (
     is_collapsed,
     map_statistics,
 )
-from wellcond.jacobian.factors import JacobianFactors, build_all_factors
-from wellcond.jacobian.head import Head
+from wellcond.jacobian.head import Head, JacobianFactors, build_all_factors
 from wellcond.jacobian.problem import METHODS, SLOW_SECONDS, TooLongError, show_seconds
 from wellcond.jacobian.records import Convention, JacobianSpectrum
 from wellcond.jacobian.select import (

@@ -14,8 +14,7 @@ import torch
 from wellcond.errors import WellcondError
 from wellcond.files import json_ready
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
-from wellcond.jacobian.layer import union_condition_number
-from wellcond.jacobian.records import Convention, JacobianSpectrum
+from wellcond.jacobian.records import Convention, JacobianSpectrum, union_condition_number
 from wellcond.linalg.records import Spectrum, restore, show_kappas
 from wellcond.measurement.frames import make_frame
 from wellcond.measurement.plot import HeadMark, plot_heads

@@ -18,8 +18,7 @@ from wellcond.jacobian.ends import make_triangle
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, TriangleHint
 from wellcond.jacobian.ranks import RankBound
 from wellcond.jacobian.select import ApproximatedMap, Candidate, Request, SelectedOperator, register_operator
-from wellcond.lab.nystrom.coordinates import Moving, Reach
-from wellcond.lab.nystrom.head import NystromHead
+from wellcond.lab.nystrom.head import Moving, NystromHead, Reach
 from wellcond.linalg.spectrum import resolve_rank, row_space
 
 TOKENS_AT_A_TIME = 64

@@ -14,7 +14,8 @@ from jacobian.test_rowwise import head_function, random_heads
 from wellcond.errors import WeightError
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.head import Head
-from wellcond.jacobian.layer import MappedRows, ProjectedHeads, union_condition_number
+from wellcond.jacobian.operator import MappedRows, ProjectedHeads
+from wellcond.jacobian.records import union_condition_number
 from wellcond.jacobian.softmax import SoftmaxJacobian
 from wellcond.jacobian.spectrum import operator_spectrum
 
