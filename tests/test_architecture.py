@@ -10,13 +10,14 @@ import pytest
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"errors", "arguments", "files", "version", "pages"}
+BASE = {"errors", "arguments", "files", "version", "private", "pages"}
 CORE = BASE | {"linalg", "attention", "init", "conditioning", "theory", "jacobian", "measurement", "doctor"}
 ALLOWED = {
     "errors": set(),
     "arguments": set(),
     "files": set(),
     "version": set(),
+    "private": set(),
     "pages": {"errors"},
     "linalg": BASE,
     "attention": BASE | {"linalg"},

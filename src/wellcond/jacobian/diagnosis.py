@@ -114,15 +114,17 @@ def _query_and_key_norms(stack: FactorStack) -> Tensor:
     heads, rows, dv, _ = stack.m.shape
     # Scaled to one, so that the squares of a nearly dead head do not underflow.
     largest = torch.stack([t.abs().amax((-3, -2, -1)) for t in (stack.m, stack.b)])
-    m, b = (t / torch.where(size == 0, 1.0, size)[:, None, None, None]
-            for t, size in zip((stack.m, stack.b), largest, strict=True))  # fmt: skip
+    sizes = torch.where(largest == 0, 1.0, largest)[:, :, None, None, None]
+    m, b = stack.m / sizes[0], stack.b / sizes[1]
     x_gram, q_gram = stack.x @ stack.x.mT, stack.q @ stack.q.mT
 
     def product(flat: Tensor) -> Tensor:
         """C_r (T T^T (C_r^T u)) of the matrices with rows (r, o) -> C_r[o, :] (x) t_r: M and X, then B and Q."""
         of_q, of_k = flat.view(2, heads, rows, 1, dv)
-        found = [scaled @ (gram @ (u @ scaled)[:, :, 0])[..., None]
-                 for u, scaled, gram in ((of_q, m, x_gram), (of_k, b, q_gram))]  # fmt: skip
+        found = [
+            scaled @ (gram @ (u @ scaled)[:, :, 0])[..., None]
+            for u, scaled, gram in ((of_q, m, x_gram), (of_k, b, q_gram))
+        ]
         return torch.cat(found).flatten(1)
 
     # Ritz values that agree to 1e-6 three times in a row are right to about 1e-10.

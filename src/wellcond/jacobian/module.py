@@ -137,9 +137,14 @@ class Products:
         if not output.requires_grad:
             return torch.zeros(len(covectors), self.num_parameters, dtype=torch.float64)
         pulled = torch.autograd.grad(
-            output, leaves, covectors.view(-1, *output.shape), retain_graph=True, is_grads_batched=True,
-            allow_unused=True, materialize_grads=True,
-        )  # fmt: skip
+            output,
+            leaves,
+            covectors.view(-1, *output.shape),
+            retain_graph=True,
+            is_grads_batched=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
         return torch.cat([w.mT.reshape(len(covectors), -1) for w in pulled], dim=1)
 
     def flatten(self, *weights: Tensor) -> Tensor:

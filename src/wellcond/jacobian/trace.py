@@ -80,9 +80,13 @@ def _pull_outputs(trace: Trace, columns: Tensor, cotangent: Tensor) -> Tensor:
     """Cotangents (B n, dv) of the product with the values, of those of some columns of what W_O reads."""
     spread = torch.zeros_like(trace.heads).index_copy(1, columns, cotangent)
     (found,) = torch.autograd.grad(
-        trace.heads, GradientEdge(trace.values.node, 0), spread,
-        retain_graph=True, allow_unused=True, materialize_grads=True,
-    )  # fmt: skip
+        trace.heads,
+        GradientEdge(trace.values.node, 0),
+        spread,
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
     return found.reshape(-1, trace.values.right.shape[2])
 
 
@@ -205,11 +209,17 @@ def trace_rowwise(module: ModuleJacobian, *, biases: bool = False) -> RowwiseHea
     value_map = _memory_map(of_v, trace.values.edges[1], vhat, memory, value.rows[kv_head], transposed=False)
     x = of_q.tokens[q_tokens[0]]
     head = Head(
-        x, _rows(module, query, group), _rows(module, key, [kv_head])[0], _rows(module, value, [kv_head])[0], 1.0,
+        x,
+        _rows(module, query, group),
+        _rows(module, key, [kv_head])[0],
+        _rows(module, value, [kv_head])[0],
+        1.0,
         y=None if torch.equal(x, y) else y,
-        **{name: _bias(slot, heads) for name, slot, heads in
-           (("b_q", query, list(group)), ("b_k", key, kv_head), ("b_v", value, kv_head))},
-    )  # fmt: skip
+        **{
+            name: _bias(slot, heads)
+            for name, slot, heads in (("b_q", query, list(group)), ("b_k", key, kv_head), ("b_v", value, kv_head))
+        },
+    )
     operator = RowwiseHead(
         head,
         TokenMap(torch.stack(query_values), torch.stack(query_jacobians)),
@@ -234,7 +244,7 @@ def _by_query(trace: Trace, memory: MemoryRows, tokens: Tensor, slot_rows: Tenso
         raise NotTracedError("positions multiply the queries, and not every key of a row is a token")
     if len(tokens) * len(memory.rows) * len(slot_rows) > MOST_ENTRIES:
         raise NotTracedError("positions multiply the queries of too many tokens")
-    shape = trace.softmax._saved_result.shape  # type: ignore[attr-defined]
+    shape = trace.shape
     found = trace.p.new_zeros(len(tokens), len(memory.rows), len(slot_rows))
     for at, column in enumerate((memory.rows % shape[-1]).tolist()):
         cotangent = trace.p.new_zeros(shape)
