@@ -24,14 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.jacobian.head import Head
-from wellcond.jacobian.maps import rotary
-from wellcond.jacobian.normalised import mapped_head
-from wellcond.jacobian.plain import WideForm
-from wellcond.jacobian.spectrum import form_spectrum, jacobian_spectrum
-from wellcond.lab.nystrom.form import NystromForm
+from wellcond.jacobian.records import JacobianSpectrum
+from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
+from wellcond.jacobian.softmax import SoftmaxJacobian
+from wellcond.jacobian.spectrum import jacobian_spectrum, operator_spectrum
+from wellcond.lab.nystrom import NystromJacobian
 from wellcond.lab.nystrom.head import NystromHead
-from wellcond.linalg.records import JacobianSpectrum
-from wellcond.linalg.spectrum import largest_eigenvalue
+from wellcond.linalg.lanczos import largest_eigenvalue
 
 Size = tuple[int, int, int]
 
@@ -146,13 +145,27 @@ def rotated(size: Size, case: Case) -> Result:
     frequencies = 10_000.0 ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
     angles = torch.outer(torch.arange(tokens, dtype=torch.float64), frequencies).repeat(1, 2)
 
-    def rotary_form() -> JacobianSpectrum:
-        return form_spectrum(mapped_head(head, lambda rows: rotary(rows, angles.cos(), angles.sin(), layout="half")))
+    def with_rotary() -> JacobianSpectrum:
+        return operator_spectrum(rotated_head(head, angles))
 
-    times, found = in_turn(case, {"rotary": rotary_form, "plain": lambda: form_spectrum(WideForm(head))})
+    times, found = in_turn(case, {"rotary": with_rotary, "plain": lambda: operator_spectrum(SoftmaxJacobian(head))})
     rotary_found, plain = (record_of(one) for one in found)
     note = f"{rotary_found.note}; plain: {plain.note}, kappa {plain.kappa:.4g}"
     return replace(rotary_found, seconds=times[0], beside=(times[1],), note=note)
+
+
+def rotated_head(head: Head, angles: Tensor) -> RowwiseHead:
+    """Queries and keys of one head, turned: channel c is paired with c + d/2, as in Llama."""
+    d = head.head_dim
+    swap = torch.zeros(d, d, dtype=torch.float64)
+    half = torch.arange(d // 2)
+    swap[half, half + d // 2], swap[half + d // 2, half] = -1.0, 1.0
+    turn = torch.diag_embed(angles.cos()) + angles.sin()[:, :, None] * swap
+    query, key = (TokenMap((turn @ rows[:, :, None])[..., 0], turn) for rows in (head.queries()[0], head.keys()))
+    logits = head.scale * query.value @ key.value.T
+    p = (logits if head.mask is None else logits + head.mask).softmax(-1)
+    values = TokenMap(head.values(), torch.eye(head.value_dim, dtype=torch.float64).expand(len(key.value), -1, -1))
+    return RowwiseHead(head, query, key, RowSoftmax(p, torch.full_like(p, head.scale), values))
 
 
 def digits(size: Size, case: Case) -> Result:
@@ -187,13 +200,14 @@ def nystrom(size: Size, case: Case) -> Result:
         visible = (torch.arange(tokens) < round((1 - PADDED) * tokens)).double()
         masks = {"visible": visible, "key_bias": -1e9 * (1 - visible)}
     count = min(int(landmarks), tokens // 2)
-    return record_of(form_spectrum(NystromForm(NystromHead(x, *weights, count, *biases, kernel=kernel, **masks))))
+    head = NystromHead(x, *weights, count, *biases, kernel=kernel, **masks)
+    return record_of(operator_spectrum(NystromJacobian(head)))
 
 
 def largest(size: Size, case: Case) -> Result:
     x, w_q, w_k, w_v = make_head(size, case.std)
-    form = WideForm(Head(x, w_q, w_k, w_v, size[2] ** -0.5))
-    found = largest_eigenvalue(form.product, form.num_outputs)
+    gram = SoftmaxJacobian(Head(x, w_q, w_k, w_v, size[2] ** -0.5)).gram()
+    found = largest_eigenvalue(gram.matvec, gram.size)
     return Result(0.0, math.sqrt(found.value), note=f"{found.num_products} products")
 
 

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from wellcond.doctor.records import Diagnosis, Finding, LayerFacts, TokenFacts
     from wellcond.init.apply import init_
     from wellcond.init.plan import register_init
+    from wellcond.jacobian.records import JacobianSpectrum
     from wellcond.jacobian.spectrum import jacobian_spectrum
-    from wellcond.linalg.records import JacobianSpectrum, Spectrum
+    from wellcond.linalg.records import Spectrum
     from wellcond.linalg.spectrum import spectrum
     from wellcond.measurement.measure import measure
     from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport
@@ -116,7 +117,8 @@ _LAZY = {
     "measurement.measure": ("measure",),
     "measurement.records": ("HeadReport", "LayerReport", "MeasurementReport"),
     "measurement.run": ("MeasureSettings",),
-    "linalg.records": ("JacobianSpectrum", "Spectrum"),
+    "jacobian.records": ("JacobianSpectrum",),
+    "linalg.records": ("Spectrum",),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.autograd import forward_ad
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -216,3 +217,40 @@ def return_names(operator: Any) -> tuple[str, ...]:
     Needs `OpOverload._schema`: as `operator_arguments`. Tried with torch 2.15.
     """
     return tuple(value.name for value in operator._schema.returns)
+
+
+_PRODUCTS = {
+    "BmmBackward0": ("_saved_self", "_saved_mat2", 0),
+    "MmBackward0": ("_saved_self", "_saved_mat2", 0),
+    "BaddbmmBackward0": ("_saved_batch1", "_saved_batch2", 1),
+}
+
+
+def product_operands(node: Node) -> tuple[Tensor, Tensor, int] | None:
+    """Both operands of a node of a matrix product, and the number of its first input; None for another node.
+
+    Needs the names of autograd nodes and their `_saved_*` tensors: `torch.autograd.graph` gives nodes and edges, but
+    not what they multiply. Where a name changes, an attention is differentiated through its module instead. Tried with
+    torch 2.15.
+    """
+    known = _PRODUCTS.get(node.name().split("::")[-1])
+    return None if known is None else (getattr(node, known[0]), getattr(node, known[1]), known[2])
+
+
+def softmax_result(node: Node) -> Tensor | None:
+    """What the node of a softmax put out; None for another node.
+
+    Needs the name of the node and its `_saved_result`, as `product_operands` does. Tried with torch 2.15.
+    """
+    if "SoftmaxBackward" not in node.name() or "Log" in node.name():
+        return None
+    return node._saved_result  # type: ignore[attr-defined]
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """The tensor that a view is a view of; None if it is none.
+
+    Needs `Tensor._base`: that two tensors share memory can be asked in public, which one the other is a view of cannot.
+    Tried with torch 2.15.
+    """
+    return tensor._base

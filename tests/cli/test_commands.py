@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 import wellcond as wc
-from wellcond.lab.models.build import ModelSpecError, build_model, parse_values
+from wellcond.errors import ModelSpecError
+from wellcond.lab.models.build import build_model, parse_values
 from wellcond.linalg.spectrum import spectra
 
 SMALL_VIT = ["--model-arg", "depth=2", "--model-arg", "embed_dim=24", "--model-arg", "num_heads=3"]

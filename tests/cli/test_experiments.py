@@ -13,10 +13,10 @@ from lab.held_runs import HELD
 from lab.small import SETTINGS, command, record, run
 from patience import PATIENCE
 from report.fake_runs import FakeMethod, write_comparison
-from wellcond.cli.app import OptionError, data_overrides, read_seeds
+from wellcond.cli.app import data_overrides, read_seeds
 from wellcond.cli.main import main
 from wellcond.cli.runs import Comparison, choose_workers
-from wellcond.errors import WellcondError
+from wellcond.errors import OptionError, WellcondError
 from wellcond.init.plan import METHODS
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.report.page import build_report

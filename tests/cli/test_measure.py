@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import wellcond as wc
-from wellcond.cli.app import OptionError
 from wellcond.cli.inputs import images_in, make_batch, what_it_reads
 from wellcond.cli.measure import read_numbers, summarise
+from wellcond.errors import OptionError
 from wellcond.lab.data.images import load_digits
 
 SOURCE = """

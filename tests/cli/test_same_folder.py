@@ -10,8 +10,8 @@ import pytest
 from lab.held_runs import HELD
 from lab.small import logs, record, run, small_job, train_command
 from patience import PATIENCE
+from wellcond.errors import RunError
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunError
 
 METHOD = "conditioned+balanced"
 

@@ -25,7 +25,8 @@ from detection.coco_sets import (
     usual_annotations,
     write_set,
 )
-from wellcond.lab.data import DataError, fingerprint
+from wellcond.errors import DataError
+from wellcond.lab.data import fingerprint
 from wellcond.lab.run_lengths import read_counts
 from wellcond.lab.tasks.detection import samples as masks
 from wellcond.lab.tasks.detection.samples import boxes_of_masks

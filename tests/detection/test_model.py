@@ -11,7 +11,8 @@ from torchvision.ops import FeaturePyramidNetwork
 import wellcond as wc
 import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
 from detection.small_detector import HEADS, SWIN, XCIT, batch_of, detector
-from wellcond.lab.models.build import ModelSpecError, build_model
+from wellcond.errors import ModelSpecError
+from wellcond.lab.models.build import build_model
 from wellcond.lab.models.mask_rcnn import Detector, MaskRcnnOptions, SharedBatchNorm
 
 SIZES = [(40, 60), (64, 33), (50, 50)]

@@ -11,12 +11,11 @@ import wellcond as wc
 from detection.coco_sets import write_set
 from detection.small_detector import HEADS, SWIN, XCIT, detector, recipe
 from wellcond.conditioning.weights import read_state_dict
-from wellcond.errors import MissingFileError, WeightError
+from wellcond.errors import MissingFileError, RecipeError, WeightError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model
 from wellcond.lab.models.trained import load_encoder
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.checkpoint import last_checkpoint
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import Job, run_job

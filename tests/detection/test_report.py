@@ -13,8 +13,8 @@ from PIL import Image
 from detection.coco_sets import compressed
 from patience import PATIENCE
 from report.fake_runs import FakeMethod, only_comparison, page_of, write_with_samples
+from wellcond.errors import RunRecordError
 from wellcond.lab.report.page import build_report
-from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.samples import find_pictures, find_samples
 
 pytest.importorskip("plotly")

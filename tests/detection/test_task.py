@@ -15,8 +15,8 @@ import wellcond as wc
 from detection.coco_sets import annotation, coco, rectangle, write_set
 from detection.small_detector import HEADS, SWIN, XCIT, job, recipe
 from lab.small import assert_same_run, command, last_weights, logs, record, run, stop_after
+from wellcond.errors import RecipeError
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION
 from wellcond.lab.tasks.detection import evaluate
 from wellcond.lab.tasks.detection.samples import targets_of

@@ -20,9 +20,9 @@ from contracts.harness import randomise_
 from contracts.test_timm_attention import Seen, columns
 from models import NanoGPTAttention, XTransformersAttention, stack
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import WeightError
-from wellcond.jacobian.capture import CapturedAttention, NotPlainError, capture_attention
-from wellcond.jacobian.plain import dense_jacobian
+from wellcond.errors import NotPlainError, WeightError
+from wellcond.jacobian.capture import CapturedAttention, capture_attention
+from wellcond.jacobian.softmax import dense_jacobian
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jacobian.test_normalised import F64, check_form, dense_of, normals, numerical_rank, tensor
+from jacobian.operators import F64, check_head, dense_of, normals, numerical_rank, tensor
 from wellcond.errors import WeightError
-from wellcond.jacobian.channel import ChannelHead, davit_channel_head, xcit_head
-from wellcond.jacobian.spectrum import form_spectrum
+from wellcond.jacobian.channel import ChannelHead
+from wellcond.jacobian.spectrum import operator_spectrum
 
 X = tensor([[1, 0, 0, 1], [0, 1, 0, -1], [0, 0, 1, 1]])
 WQ = tensor([[1, 0], [0, 1], [1, -1], [0, 1]]).T
@@ -20,13 +20,12 @@ WV = tensor([[1, -1], [0, 2], [1, 0], [1, 1]]).T
 
 
 def channel_function(head):
-    """A naive head and its parameters: weights, biases that count, the scale if it counts."""
+    """A naive head and its parameters: weights, and biases that count."""
     present = [name for name in ("b_q", "b_k", "b_v") if head.biases and getattr(head, name) is not None]
 
     def function(w_q, w_k, w_v, *given):
         bias = {name: getattr(head, name) for name in ("b_q", "b_k", "b_v")}
         bias |= dict(zip(present, given, strict=False))
-        scale = given[-1] if head.scale_is_parameter else head.scale
 
         def project(weight, b):
             return head.x @ weight.T if b is None else head.x @ weight.T + b
@@ -34,10 +33,9 @@ def channel_function(head):
         q, k, v = project(w_q, bias["b_q"]), project(w_k, bias["b_k"]), project(w_v, bias["b_v"])
         if head.normalise:
             q, k = F.normalize(q, dim=0), F.normalize(k, dim=0)
-        return v @ torch.softmax(scale * q.T @ k, -1).T
+        return v @ torch.softmax(head.scale * q.T @ k, -1).T
 
-    scale = [tensor(head.scale)] if head.scale_is_parameter else []
-    return function, (head.w_q, head.w_k, head.w_v, *[getattr(head, name) for name in present], *scale)
+    return function, (head.w_q, head.w_k, head.w_v, *[getattr(head, name) for name in present])
 
 
 @st.composite
@@ -49,14 +47,14 @@ def channel_heads(draw):
     bias = [normal(size) if one else None for one, size in zip(has, (c, e, e), strict=True)]
     return ChannelHead(
         normal(n, D), normal(c, D), normal(e, D), normal(e, D), draw(st.sampled_from([0.5, 1.0, 3.0])), *bias,
-        normalise=draw(st.booleans()), biases=draw(st.booleans()), scale_is_parameter=draw(st.booleans()),
+        normalise=draw(st.booleans()), biases=draw(st.booleans()),
     )  # fmt: skip
 
 
 @settings(max_examples=100, deadline=None)
 @given(channel_heads())
 def test_channel_heads(head):
-    check_form(head, *channel_function(head))
+    check_head(head, *channel_function(head))
 
 
 def test_columns_within_eps_are_only_divided():
@@ -70,21 +68,21 @@ def test_columns_within_eps_are_only_divided():
         q, k = (F.normalize(head.x @ w.T, dim=0, eps=1e-2) for w in (w_q, w_k))
         return head.x @ w_v.T @ torch.softmax(2.0 * q.T @ k, -1).T
 
-    check_form(head, function, (head.w_q, head.w_k, head.w_v))
+    check_head(head, function, (head.w_q, head.w_k, head.w_v))
 
 
 def test_t12():
-    head = xcit_head(X, WQ, WK, WV)
+    head = ChannelHead(X, WQ, WK, WV, 1.0)
     expected = tensor([[0.2114465795, 0.7885534205], [0.2397008336, 0.7602991664]])
     torch.testing.assert_close(head.p, expected, rtol=1e-9, atol=0)
-    sigma = check_form(head, *channel_function(head))
+    sigma = check_head(head, *channel_function(head))
     assert float(sigma[0]) == pytest.approx(2.456715868, rel=1e-9)
     assert float(sigma[-1]) == pytest.approx(0.02476705854, rel=1e-9)
     product = torch.linalg.svdvals(head.p)[-1] * torch.linalg.svdvals(X)[-1]
     assert float(sigma[-1]) == pytest.approx(float(product), rel=1e-9)
-    scaled = xcit_head(X, 7 * WQ, WK / 7, WV)
+    scaled = ChannelHead(X, 7 * WQ, WK / 7, WV, 1.0)
     torch.testing.assert_close(scaled.output(), head.output())
-    assert float(torch.linalg.svdvals(scaled.explicit_jacobian())[0]) == pytest.approx(3.635242585, rel=1e-9)
+    assert float(torch.linalg.svdvals(scaled.as_matrix())[0]) == pytest.approx(3.635242585, rel=1e-9)
 
 
 @settings(max_examples=30, deadline=None)
@@ -92,10 +90,11 @@ def test_t12():
 def test_scale_of_xcit_weights_is_invisible_but_divides_their_jacobians(seed, n):
     normal = normals(seed)
     x, w_q, w_k, w_v = normal(n, 5), normal(3, 5), normal(3, 5), normal(3, 5)
-    head, scaled = xcit_head(x, w_q, w_k, w_v), xcit_head(x, 7 * w_q, w_k / 3, w_v)
+    head, scaled = ChannelHead(x, w_q, w_k, w_v, 1.0), ChannelHead(x, 7 * w_q, w_k / 3, w_v, 1.0)
     torch.testing.assert_close(head.output(), scaled.output())
-    for name, factor in (("q", 1 / 7), ("k", 3.0), ("v", 1.0)):
-        torch.testing.assert_close(scaled.parameter_blocks()[name], factor * head.parameter_blocks()[name])
+    blocks, of_scaled = (one.as_matrix().tensor_split(3, dim=1) for one in (head, scaled))
+    for block, other, factor in zip(blocks, of_scaled, (1 / 7, 3.0, 1.0), strict=True):
+        torch.testing.assert_close(other, factor * block)
     # the lengths of single columns are invisible too: C + E null directions in the full parameters
     of_q, of_k, _ = dense_of(*channel_function(head)).view(3 * n, 3, 3, 5).unbind(1)
     for block, weight in ((of_q, w_q), (of_k, w_k)):
@@ -107,8 +106,8 @@ def test_scale_of_xcit_weights_is_invisible_but_divides_their_jacobians(seed, n)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(0, 3), st.sampled_from([1.0, 4.0]))
 def test_sigma_min_is_at_least_that_of_p_times_that_of_x(seed, n, wider, tau):
     normal = normals(seed)
-    head = xcit_head(normal(n, n + wider), *[normal(3, n + wider) for _ in range(3)], tau)
-    smallest = float(torch.linalg.svdvals(head.explicit_jacobian())[-1])
+    head = ChannelHead(normal(n, n + wider), *[normal(3, n + wider) for _ in range(3)], tau)
+    smallest = float(torch.linalg.svdvals(head.as_matrix())[-1])
     bound = float(torch.linalg.svdvals(head.p)[-1] * torch.linalg.svdvals(head.x)[-1])
     assert smallest >= bound * (1 - 1e-9) - 1e-14
 
@@ -118,11 +117,11 @@ def test_sigma_min_is_at_least_that_of_p_times_that_of_x(seed, n, wider, tau):
 def test_rank_is_that_of_the_tokens_times_the_channels(n, D, c, e, biased):
     """With N > D + 1 the Jacobian never has full row rank: outputs stay in the span of the tokens."""
     normal = normals(0)
-    biases = (normal(c), normal(e), normal(e)) if biased else None
-    head = xcit_head(normal(n, D), normal(c, D), normal(e, D), normal(e, D), 2.0, biases=biases)
+    biases = (normal(c), normal(e), normal(e)) if biased else ()
+    head = ChannelHead(normal(n, D), normal(c, D), normal(e, D), normal(e, D), 2.0, *biases, biases=biased)
     expected = c * min(n, D + biased)
-    assert head.structure().max_rank == expected
-    assert numerical_rank(torch.linalg.svdvals(head.explicit_jacobian())) == expected
+    assert head.rank_bound().rank == expected
+    assert numerical_rank(torch.linalg.svdvals(head.as_matrix())) == expected
 
 
 def heads_of(module, heads):
@@ -136,7 +135,7 @@ def test_xcit_of_timm():
     timm = pytest.importorskip("timm.models.xcit")
     torch.manual_seed(0)
     module, x = timm.XCA(6, num_heads=2, qkv_bias=True).double().eval(), normals(1)(5, 6)
-    outputs = [xcit_head(x, *w, 1.0, biases=tuple(b)).output() for w, b in heads_of(module, 2)]
+    outputs = [ChannelHead(x, *w, 1.0, *b, biases=True).output() for w, b in heads_of(module, 2)]
     torch.testing.assert_close(module.proj(torch.cat(outputs, -1)), module(x[None])[0])
 
 
@@ -149,26 +148,13 @@ def test_channel_attention_of_davit_in_timm(version):
     outputs = []
     for w, b in heads_of(module, 2):
         if version == 1:
-            head = davit_channel_head(x, *w, biases=tuple(b))
+            (w_q, w_k, w_v), (b_q, b_k, b_v) = w, b  # k plays the query, v the key and q the value
+            head = ChannelHead(x, w_k, w_v, w_q, 3**-0.5, b_k, b_v, b_q, normalise=False, biases=True)
         else:
             head = ChannelHead(x, *w, 5**-0.5, *b, normalise=False, biases=True)
-        check_form(head, *channel_function(head))
+        check_head(head, *channel_function(head))
         outputs.append(head.output())
     torch.testing.assert_close(module.proj(torch.cat(outputs, -1)), module(x[None])[0])
-
-
-def test_davit_blocks_carry_the_names_of_the_model():
-    normal = normals(2)
-    x, w_q, w_k, w_v = normal(4, 6), normal(3, 6), normal(3, 6), normal(3, 6)
-    blocks = davit_channel_head(x, w_q, w_k, w_v).parameter_blocks()
-
-    def output(w_q, w_k, w_v):
-        q, k, v = x @ w_q.T, x @ w_k.T, x @ w_v.T
-        return (torch.softmax(3**-0.5 * k.T @ v, -1) @ q.T).T
-
-    for at, name in enumerate("qkv"):
-        dense = torch.func.jacrev(output, argnums=at)(w_q, w_k, w_v).reshape(12, -1)
-        torch.testing.assert_close(blocks[name] @ blocks[name].T, dense @ dense.T)
 
 
 def test_key_bias_counts():
@@ -177,18 +163,18 @@ def test_key_bias_counts():
     assert float(dense_of(function, parameters)[:, -2:].norm()) > 0.1
 
 
-def test_form_spectrum_takes_the_form():
-    got = form_spectrum(xcit_head(X, WQ, WK, WV))
+def test_its_spectrum():
+    got = operator_spectrum(ChannelHead(X, WQ, WK, WV, 1.0))
     assert (got.sigma_max, got.sigma_min) == pytest.approx((2.456715868, 0.02476705854), rel=1e-9)
-    tall = form_spectrum(xcit_head(normals(3)(20, 4), WQ, WK, WV))
+    tall = operator_spectrum(ChannelHead(normals(3)(20, 4), WQ, WK, WV, 1.0))
     assert tall.rank == 8 and tall.condition_number == math.inf
 
 
 def test_refusals():
     with pytest.raises(ValueError, match="keys and values"):
-        xcit_head(X, WQ, WK, WV[:1])
+        ChannelHead(X, WQ, WK, WV[:1], 1.0)
     with pytest.raises(ValueError, match="w_q"):
-        xcit_head(X, WQ[:, :3], WK, WV)
+        ChannelHead(X, WQ[:, :3], WK, WV, 1.0)
     with pytest.raises(WeightError, match="w_v"):
-        xcit_head(X, WQ, WK, WV / 0.0)
-    assert xcit_head(X.float(), WQ, WK, WV).x.dtype == F64
+        ChannelHead(X, WQ, WK, WV / 0.0, 1.0)
+    assert ChannelHead(X.float(), WQ, WK, WV, 1.0).x.dtype == F64

@@ -4,15 +4,14 @@ import pytest
 import torch
 
 from far_device import FAR, Far, FarDevice
-from wellcond.jacobian import select
+from wellcond.jacobian import problem
+from wellcond.jacobian.bounds import log10_kappa_bound, softmax_spectra
 from wellcond.jacobian.diagnosis import all_attention_statistics, diagnose_head
 from wellcond.jacobian.head import Head, can_stack
-from wellcond.jacobian.plain import StackForm, WideForm, wide_forms
-from wellcond.jacobian.spectrum import form_spectra, form_spectrum, jacobian_spectrum
+from wellcond.jacobian.softmax import SoftmaxJacobian, StackedJacobian, softmax_jacobians, stacked_jacobian
+from wellcond.jacobian.spectrum import jacobian_spectrum, operator_spectra, operator_spectrum
 from wellcond.linalg.spectrum import where_decomposed
 from wellcond.theory import kappa_bound, papers_bound, softmax_spectrum
-from wellcond.theory.bounds import log10_kappa_bound
-from wellcond.theory.surrogate import softmax_spectra
 
 F64 = torch.float64
 
@@ -60,27 +59,28 @@ def agrees(found, expected):
 def test_every_method_runs_on_the_device(size, method, everything_is_large, far):
     head = far_head(*size)
     assert head.x.device == FAR
-    found = form_spectrum(WideForm(head), method=method, memory_limit=2**30)
-    agrees(found, form_spectrum(WideForm(Head(*tensors(*size), 0.25)), method=method))
+    found = operator_spectrum(SoftmaxJacobian(head), method=method, memory_limit=2**30)
+    agrees(found, operator_spectrum(SoftmaxJacobian(Head(*tensors(*size), 0.25)), method=method))
     assert far.calls["matmul"] + far.calls["__matmul__"] + far.calls["addmm_"] > 0
 
 
 @pytest.mark.parametrize("size", [(20, 24, 8), (40, 12, 8)], ids=["outputs", "parameters"])
 def test_ends_proved_by_a_float32_factor_are_computed_on_the_device(size, everything_is_large, far, monkeypatch):
     for limit in ("LARGEST_FULL_SVD", "SPECTRUM_LIMIT"):
-        monkeypatch.setattr(select, limit, 10)
-    monkeypatch.setattr("wellcond.jacobian.spectrum.LARGEST_FULL_SVD", 10)
-    found = form_spectrum(WideForm(far_head(*size)), memory_limit=2**30)
+        monkeypatch.setattr(problem, limit, 10)
+    found = operator_spectrum(SoftmaxJacobian(far_head(*size)), memory_limit=2**30)
     assert "float32 factor" in found.reason and far.calls["linalg_cholesky_ex"] >= 2
-    agrees(found, form_spectrum(WideForm(Head(*tensors(*size), 0.25))))
+    agrees(found, operator_spectrum(SoftmaxJacobian(Head(*tensors(*size), 0.25))))
 
 
 @pytest.mark.parametrize("method", ["gram", "implicit"])
 def test_the_stack_and_a_mask_and_biases(method, everything_is_large, far):
     mask = torch.full((8, 8), -torch.inf, dtype=F64).triu(1)
     agrees(
-        form_spectrum(StackForm(far_head(8, 12, 4, mask=mask.as_subclass(Far))), method=method, memory_limit=2**30),
-        form_spectrum(StackForm(Head(*tensors(8, 12, 4), 0.25, mask=mask)), method=method),
+        operator_spectrum(
+            StackedJacobian(far_head(8, 12, 4, mask=mask.as_subclass(Far))), method=method, memory_limit=2**30
+        ),
+        operator_spectrum(StackedJacobian(Head(*tensors(8, 12, 4), 0.25, mask=mask)), method=method),
     )
     biases = torch.randn(3, 4, dtype=F64, generator=torch.Generator().manual_seed(1))
     usual = tensors(8, 12, 4)
@@ -113,15 +113,15 @@ def layer(count, std=1.0, far=True, **kwargs):
 
 def measured(heads, method="auto", stacked=False):
     """Everything that `measure` computes of the heads of a layer."""
-    forms = wide_forms(heads)
-    chosen = [form.stacked() for form in forms] if stacked else forms
-    spectra = form_spectra(chosen, convention="stack" if stacked else "wide", method=method, memory_limit=2**30)
+    forms = softmax_jacobians(heads)
+    chosen = [stacked_jacobian(form) for form in forms] if stacked else forms
+    spectra = operator_spectra(chosen, convention="stack" if stacked else "wide", method=method, memory_limit=2**30)
     statistics, lambdas = all_attention_statistics(heads), softmax_spectra(heads)
     numbers = []
     for head, form, seen, softmax in zip(heads, forms, statistics, lambdas, strict=True):
-        found = diagnose_head(head, form.blocks, seen)
+        found = diagnose_head(head, form.factors, seen)
         numbers.append([found.norm_q, found.norm_k, found.norm_v, found.kappa_p, found.kappa_x, seen.entropy,
-                        softmax.log10_kappa, log10_kappa_bound(head, form.blocks)])  # fmt: skip
+                        softmax.log10_kappa, log10_kappa_bound(head, form.factors)])  # fmt: skip
     return spectra, numbers
 
 
@@ -164,10 +164,10 @@ def test_every_tensor_goes_to_the_device_of_the_tokens(near, far):
 
 
 def test_small_matrices_are_decomposed_on_the_cpu_and_large_ones_where_they_are(far, monkeypatch):
-    form_spectrum(WideForm(far_head(10, 12, 4)), method="gram", memory_limit=2**30)
+    operator_spectrum(SoftmaxJacobian(far_head(10, 12, 4)), method="gram", memory_limit=2**30)
     assert not far.calls["linalg_eigvalsh"] and not far.calls["linalg_svdvals"]
     monkeypatch.setattr("wellcond.linalg.spectrum.SMALLEST_ON_DEVICE", 40)
-    form_spectrum(WideForm(far_head(10, 12, 4)), method="gram", memory_limit=2**30)
+    operator_spectrum(SoftmaxJacobian(far_head(10, 12, 4)), method="gram", memory_limit=2**30)
     assert far.calls["linalg_eigvalsh"] + far.calls["linalg_svdvals"] == 1
     tall, wide = (torch.ones(shape, dtype=F64).as_subclass(Far) for shape in ((50, 39), (39, 50)))
     assert {where_decomposed(matrix).device.type for matrix in (tall, wide)} == {"cpu"}

@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
-from jacobian.test_spectrum import G1, causal
+from jacobian.test_solve import G1, causal
 from wellcond.jacobian.diagnosis import attention_statistics, block_norms, diagnose_head
-from wellcond.jacobian.head import Head, build_blocks
-from wellcond.jacobian.plain import dense_jacobian
+from wellcond.jacobian.head import Head, build_factors
+from wellcond.jacobian.softmax import dense_jacobian
 
 F64 = torch.float64
 
@@ -19,7 +19,7 @@ def hadamard(order):
 
 
 def test_T04_block_norms():
-    norms = block_norms(build_blocks(Head(**G1, scale=2**-0.5)))
+    norms = block_norms(build_factors(Head(**G1, scale=2**-0.5)))
     assert norms == pytest.approx((2.4931075, 1.890186556, 1.148771619), rel=1e-8)
 
 
@@ -28,7 +28,7 @@ def test_block_norms_are_those_of_the_dense_blocks(g):
     torch.manual_seed(0)
     head = Head(torch.randn(5, 7), torch.randn(g, 3, 7), torch.randn(3, 6), torch.randn(4, 6), 0.6, y=torch.randn(8, 6))
     dense = [float(torch.linalg.matrix_norm(j, 2)) for j in dense_jacobian(head).values()]
-    assert block_norms(build_blocks(head)) == pytest.approx(dense, rel=1e-8)
+    assert block_norms(build_factors(head)) == pytest.approx(dense, rel=1e-8)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from wellcond.jacobian import select, spectrum
+from wellcond.jacobian import problem
 from wellcond.jacobian.ends import factorise_, least_singular_value, make_triangle, no_eigenvalue_below, solve_float32
-from wellcond.jacobian.gram import OutputSide, explicit_jacobian, output_gram, parameter_side, pull_back, push_forward
-from wellcond.jacobian.head import Head, build_blocks
-from wellcond.jacobian.plain import WideForm
-from wellcond.jacobian.spectrum import form_spectrum
+from wellcond.jacobian.gram import OutputSteps, explicit_jacobian, output_gram, parameter_steps, pull_back, push_forward
+from wellcond.jacobian.head import Head, build_factors
+from wellcond.jacobian.softmax import SoftmaxJacobian
+from wellcond.jacobian.spectrum import operator_spectrum
 
 F64 = torch.float64
 
@@ -35,9 +35,8 @@ def make_head(tokens, width, d, *, spread=0.0, groups=1, bias=False, seed=0):
 @pytest.fixture
 def small_heads(monkeypatch):
     """Sizes of a test take the routes of large heads."""
-    monkeypatch.setattr(spectrum, "SMALLEST_FLOAT32", 100)
-    for module in (select, spectrum):
-        monkeypatch.setattr(module, "LARGEST_FULL_SVD", 100)
+    monkeypatch.setattr(problem, "SMALLEST_FLOAT32", 100)
+    monkeypatch.setattr(problem, "LARGEST_FULL_SVD", 100)
 
 
 @pytest.mark.parametrize("weight, spread, power", [
@@ -47,10 +46,10 @@ def test_right_at_every_condition_number_or_not_said_to_be(weight, spread, power
     head = make_head(48, 64, 16, spread=spread)
     if weight is not None:  # every token attends to itself
         head = Head(head.x, *(weight * torch.eye(16, 64, dtype=F64) for _ in range(3)), head.scale)
-    true = torch.linalg.svdvals(torch.linalg.qr(explicit_jacobian(build_blocks(head)).T, mode="r").R)
+    true = torch.linalg.svdvals(torch.linalg.qr(explicit_jacobian(build_factors(head)).T, mode="r").R)
     kappa = float(true[0] / true[-1])
     assert 10 ** (power - 0.6) < kappa < 10 ** (power + 0.6)
-    found = form_spectrum(WideForm(head), method="cholesky")
+    found = operator_spectrum(SoftmaxJacobian(head), method="cholesky")
     assert found.sigma_max == pytest.approx(float(true[0]), rel=1e-8)
     assert found.sigma_rank_bounds[0] <= true[-1] * (1 + 1e-9)
     assert true[-1] <= found.sigma_rank_bounds[1] * (1 + 1e-9)
@@ -64,7 +63,7 @@ def test_right_at_every_condition_number_or_not_said_to_be(weight, spread, power
 
 
 def test_steps_that_run_out_are_not_taken_for_a_result():
-    side = WideForm(make_head(48, 64, 16, spread=3.0)).output_side()
+    side = SoftmaxJacobian(make_head(48, 64, 16, spread=3.0)).gram().steps()
     least = least_singular_value(side, 38.0, max_steps=3)
     assert least.value is None and least.reason == "the float32 factor did not lead there in 3 steps"
 
@@ -72,9 +71,9 @@ def test_steps_that_run_out_are_not_taken_for_a_result():
 # More tokens than the width: J^T J is smaller, tokens span width - 1, and the gauge is its null space.
 @pytest.mark.parametrize("groups, bias", [(1, False), (2, False), (1, True), (2, True)])
 def test_ends_of_a_rank_deficient_jacobian_are_those_of_all_its_singular_values(groups, bias, small_heads):
-    form = WideForm(make_head(100 * groups, 12, 8, groups=groups, bias=bias))
-    every = form_spectrum(form, method="gram")
-    ends = form_spectrum(form)
+    form = SoftmaxJacobian(make_head(100 * groups, 12, 8, groups=groups, bias=bias))
+    every = operator_spectrum(form, method="gram")
+    ends = operator_spectrum(form)
     assert every.singular_values is not None and ends.singular_values is None
     assert "proved by a factorisation" in ends.reason and ends.status == every.status == "exact"
     assert (ends.rank, ends.nullity, ends.sigma_min) == (every.rank, every.nullity, 0.0)
@@ -86,8 +85,8 @@ def test_ends_of_a_rank_deficient_jacobian_are_those_of_all_its_singular_values(
 
 
 def test_ends_of_a_jacobian_of_full_row_rank(small_heads):
-    form = WideForm(make_head(48, 64, 16))
-    every, ends = form_spectrum(form, method="gram"), form_spectrum(form)
+    form = SoftmaxJacobian(make_head(48, 64, 16))
+    every, ends = operator_spectrum(form, method="gram"), operator_spectrum(form)
     assert "proved by a factorisation" in ends.reason
     assert ends.condition_number == pytest.approx(every.condition_number, rel=1e-8)
 
@@ -95,21 +94,21 @@ def test_ends_of_a_jacobian_of_full_row_rank(small_heads):
 def test_a_null_space_beyond_the_gauge_is_left_to_all_eigenvalues(small_heads):
     # Equal keys: attention is uniform and J_Q = 0, which the structure does not know.
     head = make_head(60, 12, 8)
-    form = WideForm(Head(head.x, head.w_q, 0 * head.w_k, head.w_v, head.scale))
-    found = form_spectrum(form)
-    assert "proved" not in found.reason and found.rank < form.structure().max_rank
+    form = SoftmaxJacobian(Head(head.x, head.w_q, 0 * head.w_k, head.w_v, head.scale))
+    found = operator_spectrum(form)
+    assert "proved" not in found.reason and found.rank < form.rank_bound().rank
 
 
 @pytest.mark.parametrize("tokens, groups, bias", [(9, 1, False), (30, 2, False), (30, 1, True)])
 def test_products_are_those_of_the_matrix(tokens, groups, bias):
     head = make_head(tokens, 12, 5, groups=groups, bias=bias)
-    blocks = build_blocks(head)
+    blocks = build_factors(head)
     jacobian = explicit_jacobian(blocks)
     u, w = (torch.randn(3, size, dtype=F64) for size in jacobian.shape)
     torch.testing.assert_close(pull_back(blocks, u), u @ jacobian)
     torch.testing.assert_close(push_forward(blocks, w), w @ jacobian.T)
-    side = OutputSide(blocks)
-    shifted = output_gram(blocks) - 0.5 * torch.eye(side.side, dtype=F64)
+    side = OutputSteps(blocks)
+    shifted = output_gram(blocks) - 0.5 * torch.eye(side.size, dtype=F64)
     torch.testing.assert_close(side.shifted(1.0, 0.5).tril(), shifted.tril())
     torch.testing.assert_close(side.lower_float32(2.0).tril(), (output_gram(blocks) / 4).tril().float())
 
@@ -117,30 +116,30 @@ def test_products_are_those_of_the_matrix(tokens, groups, bias):
 @pytest.mark.parametrize("groups, bias", [(1, False), (3, False), (1, True), (2, True)])
 def test_null_directions_are_lifted_and_nothing_else_moves(groups, bias):
     head = make_head(40, 12, 5, groups=groups, bias=bias)
-    side = parameter_side(head, build_blocks(head))
-    jacobian = explicit_jacobian(side.blocks)
+    side = parameter_steps(head, build_factors(head))
+    jacobian = explicit_jacobian(side.factors)
     _, values, vectors = torch.linalg.svd(jacobian)
-    null = vectors[side.side - side.num_null :]
+    null = vectors[side.size - side.num_null :]
     assert (jacobian @ null.T).abs().max() < 1e-12 and values[-side.num_null - 1] > 1e-3
     expected = jacobian.T @ jacobian + 4 * null.T @ null
     least = float(torch.linalg.eigvalsh(expected)[0])
-    of_values = side.blocks.py.shape[1] * side.blocks.m.shape[1]
-    whole = expected - 0.9 * least * torch.eye(side.side, dtype=F64)
-    blocks = whole.tensor_split([side.side - of_values])
-    (a, b), (_, c) = (block.tensor_split([side.side - of_values], 1) for block in blocks)
+    of_values = side.factors.py.shape[1] * side.factors.m.shape[1]
+    whole = expected - 0.9 * least * torch.eye(side.size, dtype=F64)
+    blocks = whole.tensor_split([side.size - of_values])
+    (a, b), (_, c) = (block.tensor_split([side.size - of_values], 1) for block in blocks)
     torch.testing.assert_close(side.shifted(2.0, 0.9 * least).tril(), (a - b @ torch.linalg.solve(c, b.T)).tril())
     assert no_eigenvalue_below(side, 2.0, least * (1 - 1e-6))
     assert not no_eigenvalue_below(side, 2.0, least * (1 + 1e-6))
     assert side.shifted(2.0, 10 * float(torch.linalg.eigvalsh(c)[0]) + 10 * least) is None
     torch.testing.assert_close(side.lower_float32(2.0).tril(), (expected / 4).tril().float(), rtol=1e-4, atol=1e-5)
-    w = torch.randn(3, side.side, dtype=F64)
-    torch.testing.assert_close(side.product(w, 2.0), w @ expected / 4)
-    torch.testing.assert_close(side.square(w), w @ jacobian.T @ jacobian)
+    w = torch.randn(3, side.size, dtype=F64)
+    torch.testing.assert_close(side.scaled_matmat(w, 2.0), w @ expected / 4)
+    torch.testing.assert_close(side.matmat(w), w @ jacobian.T @ jacobian)
 
 
 def test_a_bound_above_the_least_eigenvalue_is_not_proved():
-    side = OutputSide(build_blocks(make_head(20, 24, 6)))
-    least = float(torch.linalg.eigvalsh(output_gram(side.blocks))[0])
+    side = OutputSteps(build_factors(make_head(20, 24, 6)))
+    least = float(torch.linalg.eigvalsh(output_gram(side.factors))[0])
     assert no_eigenvalue_below(side, 1.0, least * (1 - 1e-6))
     assert not no_eigenvalue_below(side, 1.0, least * (1 + 1e-6))
 

@@ -9,12 +9,12 @@ from torch import nn
 
 import wellcond as wc
 from contracts.harness import randomise_
-from jacobian.test_generic import BUILD, captured_from
+from jacobian.test_module import BUILD, captured_from
+from wellcond.errors import CopyError
 from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.capture.forms import captured_form
-from wellcond.jacobian.generic.head import GenericHead, num_samples
-from wellcond.jacobian.generic.replica import CopyError
-from wellcond.jacobian.spectrum import form_spectrum
+from wellcond.jacobian.module import ModuleJacobian, num_samples
+from wellcond.jacobian.select import select_operator
+from wellcond.jacobian.spectrum import operator_spectrum
 
 
 def tokens(*shape):
@@ -59,7 +59,7 @@ CASES = {f.__name__: f for f in (gated, normed, channels, sequence_first, square
 
 def rows_of_sample(head, sample, batch_first):
     """Rows of one sample in the Jacobian of the whole call, whose rows are (token, channel)."""
-    by_token = head.explicit_jacobian().unflatten(0, (head.num_rows, -1))
+    by_token = head.as_matrix().unflatten(0, (head.num_rows, -1))
     by_sample = by_token.unflatten(0, (4, -1)) if batch_first else by_token.unflatten(0, (-1, 4)).transpose(0, 1)
     return by_sample[sample].flatten(0, 1)
 
@@ -69,7 +69,7 @@ def test_samples_and_combine_are_honoured_whatever_the_attention(name):
     module, batch = CASES[name]()
     [captured] = capture_attention(module, batch)
     assert not captured.is_plain and num_samples(captured) == 4
-    whole = GenericHead(captured, 1)
+    whole = ModuleJacobian(captured, 1)
     parts = [rows_of_sample(whole, sample, "sequence_first" not in name) for sample in range(4)]
     [layer] = wc.measure(module, batch, samples=3, kappa="pseudo").layers
     for sample, kappa in enumerate(layer.heads[1].samples):
@@ -87,13 +87,13 @@ def test_samples_and_combine_are_honoured_whatever_the_attention(name):
 def test_every_family_is_told_apart_by_samples(family):
     """Its own inputs have a batch of one, or windows of one image: the last of them, as rows of the whole."""
     for captured in captured_from(family)[1][:2]:
-        whole, count = GenericHead(captured, 0), num_samples(captured)
-        one = GenericHead(captured, 0, samples=[count - 1])
+        whole, count = ModuleJacobian(captured, 0), num_samples(captured)
+        one = ModuleJacobian(captured, 0, samples=[count - 1])
         assert one.num_rows * count == whole.num_rows
-        u = torch.randn(one.num_outputs, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        u = torch.randn(one.shape[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         padded = torch.zeros(whole.output().shape, dtype=torch.float64)
         padded[:, -one.num_rows :] = u.view(one.output().shape)
-        torch.testing.assert_close(one.vjp(u), whole.vjp(padded.flatten()), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(one.rmatvec(u), whole.rmatvec(padded.flatten()), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_an_image_in_windows_with_masks_is_measured_window_by_window():
     images = tokens(2, 3, 16, 16)
     shifted = capture_attention(model, images)[1]
     assert num_samples(shifted) == 8  # two images of four windows: one window by itself does not fit the masks
-    whole = GenericHead(shifted, 0).explicit_jacobian()
+    whole = ModuleJacobian(shifted, 0).as_matrix()
     for window in range(3):
-        found = GenericHead(shifted, 0, samples=[window]).explicit_jacobian()
+        found = ModuleJacobian(shifted, 0, samples=[window]).as_matrix()
         assert torch.equal(found, whole[16 * 4 * window : 16 * 4 * (window + 1)])
     with pytest.raises(IndexError, match="expected a sample below 8, got 8"):
-        GenericHead(shifted, 0, samples=[8])
+        ModuleJacobian(shifted, 0, samples=[8])
 
 
 class DetachedNorm(nn.LayerNorm):
@@ -180,9 +180,9 @@ def test_statistics_that_are_detached_are_not_differentiated(norm, method):
 def test_a_structured_form_is_believed_with_biases_as_well(biases):
     module = randomise_(timm.layers.Attention(12, num_heads=3, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm))
     [captured] = capture_attention(module, tokens(1, 5, 12))
-    chosen = captured_form(captured, 0, biases=biases)
+    chosen = select_operator(captured, 0, biases=biases)
     assert chosen.how.startswith("structured")
-    assert form_spectrum(chosen.form).shape[1] == 3 * 4 * (12 + biases)
+    assert operator_spectrum(chosen.operator).shape[1] == 3 * 4 * (12 + biases)
     assert wc.measure(*gated(), biases=True).layers[0].heads[0].how == "structured: gated output"
     talking = randomise_(timm.models.cait.TalkingHeadAttn(12, num_heads=3)), tokens(1, 5, 12)
     mixed = wc.measure(*talking, biases=True).layers[0].heads[0]
@@ -222,4 +222,4 @@ def test_a_module_that_cannot_be_copied_costs_its_own_layer_only():
     assert found.heads and not found.problem
     captured = capture_attention(model, torch.randn(1, 3, 16, 16))[0]
     with pytest.raises(CopyError, match=r"blocks.0.attn: its module cannot be copied"):
-        GenericHead(captured)
+        ModuleJacobian(captured)

@@ -8,11 +8,11 @@ import transformers as tf
 
 from contracts import cases_hf, cases_timm
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
-from wellcond.jacobian.capture.forms import captured_form
-from wellcond.jacobian.capture.graph import NotTracedError
-from wellcond.jacobian.capture.trace import trace_form
-from wellcond.jacobian.generic.head import GenericHead
-from wellcond.jacobian.generic.replica import Replica
+from wellcond.jacobian.graph import NotTracedError
+from wellcond.jacobian.module import ModuleJacobian
+from wellcond.jacobian.replica import Replica
+from wellcond.jacobian.select import select_operator
+from wellcond.jacobian.trace import trace_rowwise
 
 HF = {case.name: case for case in cases_hf.CASES}
 LANGUAGE = (
@@ -74,26 +74,31 @@ def test_singular_values_are_those_of_the_module(family):
     assert kinds
     for captured in kinds.values():
         kv_head = captured.site.num_kv_heads - 1
-        chosen = captured_form(captured, kv_head)
+        chosen = select_operator(captured, kv_head)
         assert chosen.how.startswith("structured: "), chosen.how
-        generic = GenericHead(captured, kv_head, samples=[0])
+        generic = ModuleJacobian(captured, kv_head, samples=[0])
         weights = generic.w_q, generic.w_k, generic.w_v
         parts = torch.func.jacrev(generic.output, argnums=(0, 1, 2))(*weights)
-        dense = torch.cat([part.reshape(generic.num_outputs, -1) for part in parts], 1)
-        expected, form = torch.linalg.svdvals(dense), chosen.form
+        dense = torch.cat([part.reshape(generic.shape[0], -1) for part in parts], 1)
+        expected, form = torch.linalg.svdvals(dense), chosen.operator
         scale = float(expected[0])
-        found = torch.linalg.svdvals(form.explicit_jacobian())
+        found = torch.linalg.svdvals(form.as_matrix())
         count = min(len(found), len(expected))
         kept = expected[:count] > 1e-6 * scale  # below, 1e-8 of a value is less than the rounding of the largest
         torch.testing.assert_close(found[:count][kept], expected[:count][kept], rtol=1e-8, atol=0)
-        torch.testing.assert_close(form.output_gram(), dense @ dense.T, rtol=0, atol=1e-12 * scale**2)
+        torch.testing.assert_close(form.gram().matrix(), dense @ dense.T, rtol=0, atol=1e-12 * scale**2)
+        v, u = (torch.randn(size, dtype=torch.float64) for size in (dense.shape[1], len(dense)))
+        pulled = form.rmatvec(u)
+        close = {"rtol": 1e-9, "atol": 1e-11 * scale**2}
+        torch.testing.assert_close(form.matvec(pulled), dense @ (dense.T @ u), **close)
+        assert float(u @ form.matvec(v)) == pytest.approx(float(pulled @ v), rel=1e-9, abs=1e-9 * scale)
         rank = int((expected > 1e-12 * scale).sum())
-        assert rank <= form.structure().max_rank
+        assert rank <= form.rank_bound().rank
         if "query position term" in captured.site.modifiers:
-            assert rank == form.structure().max_rank
-            u = torch.randn(generic.num_outputs, dtype=torch.float64)
-            torch.testing.assert_close(form.product(u), dense @ (dense.T @ u), rtol=1e-9, atol=1e-12 * scale**2)
-        assert (form.structure().num_outputs, form.structure().num_parameters) == tuple(dense.shape)
+            assert rank == form.rank_bound().rank
+            u = torch.randn(generic.shape[0], dtype=torch.float64)
+            torch.testing.assert_close(form.gram().matvec(u), dense @ (dense.T @ u), rtol=1e-9, atol=1e-12 * scale**2)
+        assert form.shape == tuple(dense.shape)
 
 
 @pytest.mark.parametrize("family", ["hf-llama", "hf-gemma2", "hf-gpt-oss", "timm-rope_grouped"])
@@ -102,28 +107,30 @@ def test_one_query_head_of_a_group_has_the_singular_values_of_autograd(family):
     captured = captured_from(family)[0]
     group = range(captured.site.num_heads)[captured.query_heads(0)]
     assert len(group) > 1
-    joint = GenericHead(captured, 0, samples=[0])
+    joint = ModuleJacobian(captured, 0, samples=[0])
     j_q, j_k, j_v = torch.func.jacrev(joint.output, argnums=(0, 1, 2))(joint.w_q, joint.w_k, joint.w_v)
     for number, head in enumerate(group):
         own = torch.cat([part[number].flatten(0, 1).flatten(1) for part in (j_q[:, :, :, number], j_k, j_v)], 1)
         expected = torch.linalg.svdvals(own)
-        chosen = captured_form(captured, 0, query_head=head)
+        chosen = select_operator(captured, 0, query_head=head)
         assert chosen.how.startswith("structured: ")
-        found = torch.linalg.svdvals(chosen.form.explicit_jacobian())[: len(expected)]
+        found = torch.linalg.svdvals(chosen.operator.as_matrix())[: len(expected)]
         kept = expected > 1e-6 * expected[0]
         torch.testing.assert_close(found[kept], expected[kept], rtol=1e-8, atol=0)
-        torch.testing.assert_close(chosen.form.output_gram(), own @ own.T, rtol=0, atol=1e-12 * float(expected[0]) ** 2)
-        assert chosen.form.structure().num_parameters == own.shape[1]
+        torch.testing.assert_close(
+            chosen.operator.gram().matrix(), own @ own.T, rtol=0, atol=1e-12 * float(expected[0]) ** 2
+        )
+        assert chosen.operator.shape[1] == own.shape[1]
     with pytest.raises(IndexError, match="query head"):
-        captured_form(captured, 0, query_head=group.stop)
+        select_operator(captured, 0, query_head=group.stop)
 
 
 @pytest.mark.parametrize("family", ["hf-qwen2", "hf-gpt-oss", "timm-eva_fused"])
 def test_biases_count_if_they_are_asked_for(family):
     """Columns of the biases, by differences of the module's copy: its biases are no argument of a generic head."""
     [captured, *_] = captured_from(family)
-    without, form = (captured_form(captured, 0, biases=counted).form for counted in (False, True))
-    more = form.output_gram() - without.output_gram()
+    without, form = (select_operator(captured, 0, biases=counted).operator for counted in (False, True))
+    more = form.gram().matrix() - without.gram().matrix()
     expected, step = torch.zeros_like(more), 1e-5
     for role in ("query", "key", "value"):
         slot = captured.site.by_role(role)
@@ -157,10 +164,10 @@ def output_now(captured: CapturedAttention) -> torch.Tensor:
 def test_what_is_not_row_wise_is_not_believed(family):
     captured = captured_from(family)[0]
     try:
-        form = trace_form(GenericHead(captured, 0, samples=[0]))
+        form = trace_rowwise(ModuleJacobian(captured, 0, samples=[0]))
     except NotTracedError:
         return
-    assert isinstance(captured_form(captured, 0).form, GenericHead) and not isinstance(form, GenericHead)
+    assert isinstance(select_operator(captured, 0).operator, ModuleJacobian) and not isinstance(form, ModuleJacobian)
 
 
 def test_samples_are_stacked_as_one_jacobian():
@@ -168,7 +175,7 @@ def test_samples_are_stacked_as_one_jacobian():
     model = case.build().double().eval()
     ids = torch.randint(5, cases_hf.VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(0))
     captured = capture_attention(model, {"input_ids": ids})[0]
-    both = captured_form(captured, 0, samples=(0, 2))
+    both = select_operator(captured, 0, samples=(0, 2))
     assert both.how.startswith("structured")
-    jacobian = GenericHead(captured, 0, samples=[0, 2]).explicit_jacobian()
-    torch.testing.assert_close(both.form.output_gram(), jacobian @ jacobian.T)
+    jacobian = ModuleJacobian(captured, 0, samples=[0, 2]).as_matrix()
+    torch.testing.assert_close(both.operator.gram().matrix(), jacobian @ jacobian.T)

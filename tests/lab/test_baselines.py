@@ -10,8 +10,8 @@ from torch import nn
 from lab.helpers import make_recipe, tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import assert_same_run, logs, record, small_job, stop_after
 from wellcond import condition_, find_attention
+from wellcond.errors import RecipeError
 from wellcond.lab.models.build import build_model
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.optimizers import AdamW, Muon, Point, set_point
 from wellcond.lab.train.run import run_job
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.helpers import pil_images
+from wellcond.errors import RecipeError
 from wellcond.lab.seeding import epoch_order
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, AugmentationSettings
 from wellcond.lab.tasks.image_classification import Pictures, picture_transform
 from wellcond.lab.train.batches import UpdatePlan, evaluation_parts, fetch_batches

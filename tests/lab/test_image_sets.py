@@ -11,10 +11,10 @@ from torch import nn
 
 from lab.helpers import ListSplit, bundle, byte_images, make_recipe, pil_images, tiny_vit
 from lab.small import logs, small_job
+from wellcond.errors import RecipeError
 from wellcond.lab.data import TensorDataset
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, AugmentationSettings, TaskContext
 from wellcond.lab.tasks.image_classification import (
     IMAGENET,

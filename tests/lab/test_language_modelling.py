@@ -10,10 +10,9 @@ from torch import nn
 
 from lab.helpers import bundle, make_recipe, texts, tiny_gpt2
 from lab.test_tasks import evaluation_batch, make_task
-from wellcond.lab.data import DataError
+from wellcond.errors import DataError, RecipeError
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.language_modelling import IGNORED, generate_text
 from wellcond.lab.train.prepare import prepare_model
 from wellcond.lab.train.run import Job, run_job

@@ -5,8 +5,8 @@ import torch
 
 from lab.helpers import tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import assert_same_run, record, small_job, stop_after
+from wellcond.errors import RecipeError
 from wellcond.lab.models.changes import add_layer_scale_
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run import run_job
 
 TOKENS = {"input_ids": torch.randint(0, 20, (2, 8))}

@@ -4,10 +4,10 @@ import pytest
 import yaml
 
 from lab.helpers import RECIPE, parse_recipe
-from wellcond.errors import UnknownChoiceError
+from wellcond.errors import RecipeError, UnknownChoiceError
 from wellcond.lab import load_recipe as module
 from wellcond.lab.load_recipe import load_recipe, set_field
-from wellcond.lab.settings import RecipeError, read_yaml
+from wellcond.lab.settings import read_yaml
 
 TEXT = yaml.safe_dump(RECIPE)
 

@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 
 import wellcond as wc
 from lab.helpers import bundle, byte_images, make_recipe, texts
+from wellcond.errors import RecipeError
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
 from wellcond.lab.tasks.language_modelling import MaskedBlocks, random_words
 from wellcond.lab.train.prepare import prepare_model

@@ -4,11 +4,10 @@ import pytest
 
 from lab.helpers import make_recipe, parse_recipe
 from lab.small import record, small_job
+from wellcond.errors import RecipeError, RunRecordError
 from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
 from wellcond.lab.recipe import config_hash, override_recipe
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.records import RunRecordError
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.compare import plan_comparison, run_comparison, settings_hash, write_comparison
 from wellcond.lab.train.run import Job, run_job
 

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from lab.helpers import same_state, tiny_vit
 from wellcond.attention.find import find_attention
 from wellcond.conditioning.attach import corrections_of
+from wellcond.errors import RecipeError
 from wellcond.lab import methods
 from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods, split_methods
-from wellcond.lab.settings import RecipeError
 
 
 def parse(text):

@@ -10,10 +10,9 @@ from torch import nn
 from lab.helpers import bundle, byte_images, make_recipe, tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import record, small_job
 from wellcond import find_attention
-from wellcond.errors import WellcondError
+from wellcond.errors import RecipeError, WellcondError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.changes import remove_norms_
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import TaskContext
 from wellcond.lab.tasks.image_classification import ImageClassification, ImageClassificationSettings
 from wellcond.lab.train.prepare import prepare_model

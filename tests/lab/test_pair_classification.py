@@ -4,8 +4,8 @@ from torch.nn.functional import cross_entropy
 
 from lab.helpers import ListSplit, bundle, byte_images
 from lab.sequence_helpers import MaskedMean, classify_pairs, everything, pairs, written
+from wellcond.errors import RecipeError
 from wellcond.lab.data import load_data, resolve_config
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION
 from wellcond.lab.train.prepare import _check_takes
 

@@ -5,9 +5,9 @@ from PIL import Image
 
 from lab.helpers import ListSplit, bundle, byte_images, pil_images
 from lab.sequence_helpers import classify, everything, ids
+from wellcond.errors import RecipeError
 from wellcond.lab.data import TensorDataset
 from wellcond.lab.data.base import progress_to
-from wellcond.lab.settings import RecipeError
 
 
 def colours():

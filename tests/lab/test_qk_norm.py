@@ -13,12 +13,12 @@ import wellcond as wc
 from lab.helpers import tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import assert_same_run, small_job, stop_after
 from wellcond import find_attention
+from wellcond.errors import RecipeError
 from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.capture.forms import captured_form
+from wellcond.jacobian.select import select_operator
 from wellcond.lab.models.build import build_model
 from wellcond.lab.models.changes import add_qk_norm_
 from wellcond.lab.models.head_norm import EPS
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run import run_job
 
 SWIN = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2)}
@@ -139,7 +139,7 @@ def randomised(name):
 def test_the_jacobian_is_that_of_softmax_of_normalised_queries_and_keys(name):
     model, inputs = randomised(name)
     captured = capture_attention(model, inputs)[0]
-    chosen, site = captured_form(captured, 0), captured.site
+    chosen, site = select_operator(captured, 0), captured.site
     assert not captured.is_plain and chosen.how == "structured: rms norm on queries and keys"
     x = captured.x[0].double()
     biases = [slot.read_bias() for slot in (site.q, site.k, site.v)]
@@ -154,7 +154,7 @@ def test_the_jacobian_is_that_of_softmax_of_normalised_queries_and_keys(name):
     parts = torch.func.jacrev(head, (0, 1, 2))(*weights)
     jacobian = torch.cat([part.flatten(2).flatten(0, 1) for part in parts], 1)
     u = torch.randn(len(jacobian), dtype=torch.float64)
-    torch.testing.assert_close(chosen.form.product(u).flatten(), jacobian @ (jacobian.T @ u), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(chosen.operator.gram().matvec(u), jacobian @ (jacobian.T @ u), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,10 @@ def test_the_jacobian_is_that_of_softmax_of_normalised_queries_and_keys(name):
     ],
 )
 def test_other_attentions_are_compared_with_their_module(name, how):
-    """A form is believed only where a copy of the module gives again what the model gave: see GenericHead."""
+    """A form is believed only where a copy of the module gives again what the model gave: see ModuleJacobian."""
     model, inputs = randomised(name)
     captured = capture_attention(model, inputs)[0]
-    found = captured_form(captured, 0).how
+    found = select_operator(captured, 0).how
     assert not captured.is_plain and found.startswith(how), found
     assert all(math.isfinite(head.mean_kappa()) or head.status for head in wc.measure(model, inputs).layers[0].heads)
 

@@ -3,9 +3,9 @@ import torch
 
 from lab.helpers import bundle, byte_images, make_recipe, texts, tiny_bert
 from lab.sequence_helpers import MaskedMean, classify, everything, ids, pairs, tokens, written
+from wellcond.errors import RecipeError
 from wellcond.lab.data import TensorDataset
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.prepare import prepare_model
 
 # Tokens

@@ -10,10 +10,10 @@ from torch.nn.functional import cross_entropy
 import wellcond
 from lab.helpers import ListSplit, bundle, byte_images, make_recipe, texts, tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import small_job
+from wellcond.errors import RecipeError
 from wellcond.lab.data import TensorDataset, load_data, resolve_config
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AugmentationSettings, TaskContext
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job

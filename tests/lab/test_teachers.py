@@ -11,11 +11,11 @@ import wellcond
 from lab.helpers import same_state
 from lab.small import small_job
 from wellcond.conditioning.weights import load_weights
+from wellcond.errors import RecipeError
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.models.build import build_model
 from wellcond.lab.models.trained import load_teacher
 from wellcond.lab.run_records import seal
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
 

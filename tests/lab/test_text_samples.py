@@ -12,6 +12,7 @@ from lab.data.helpers import write_parquet
 from lab.helpers import bundle, make_recipe, texts, tiny_gpt2
 from lab.small import Killed, kill_at_write, record, run, train_command
 from lab.test_tasks import make_task
+from wellcond.errors import RunError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.run_records import seal
 from wellcond.lab.tasks.language_modelling import LanguageModelling, generate_text
@@ -19,7 +20,6 @@ from wellcond.lab.tokenizers import ByteTokenizer
 from wellcond.lab.train.checkpoint import last_checkpoint, read_tensors
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import Job, run_job
-from wellcond.lab.train.run_folder import RunError
 
 pytest.importorskip("tokenizers")
 WORDS = "the cat sat on a mat and saw that no dog was near so it ran home to tell her of this good bad day".split()

@@ -20,7 +20,8 @@ from lab.data.helpers import load
 from lab.helpers import texts
 from lab.small import Killed
 from patience import PATIENCE, wait_until
-from wellcond.lab.data import DataError, fingerprint
+from wellcond.errors import DataError
+from wellcond.lab.data import fingerprint
 from wellcond.lab.data import text as text_data
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.text import open_token_stream

@@ -7,10 +7,10 @@ import transformers
 
 from lab.helpers import same_state, tiny_bert, tiny_gpt2, tiny_vit
 from wellcond.attention.effective import is_conditioned
+from wellcond.errors import RecipeError
 from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
 from wellcond.lab.models.build import build_model
 from wellcond.lab.models.changes import scale_tokens_
-from wellcond.lab.settings import RecipeError
 
 BERT = {"bert.embeddings.word_embeddings.weight"}, {"bert.embeddings.position_embeddings.weight"}
 SWIN = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2)}

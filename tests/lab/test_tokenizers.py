@@ -12,8 +12,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from lab.helpers import texts, tiny_gpt2
-from wellcond.lab.data import DataError
-from wellcond.lab.settings import RecipeError
+from wellcond.errors import DataError, RecipeError
 from wellcond.lab.tasks.language_modelling import generate_text
 from wellcond.lab.tokenizers import (
     ByteTokenizer,

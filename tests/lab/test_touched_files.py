@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from lab.small import TESTED, assert_same_run, kill_at_write, record, small_job, small_recipe, stop_after
-from wellcond.errors import WellcondError
+from wellcond.errors import RunError, WellcondError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report
@@ -16,7 +16,7 @@ from wellcond.lab.train import evaluate
 from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.compare import read_comparison, write_comparison
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunError, RunFolder
+from wellcond.lab.train.run_folder import RunFolder
 
 LOGS = ("steps.jsonl", "evaluations.jsonl", "conditioning.jsonl")
 TENSORS = ("model.safetensors", "optimizer.safetensors", "best.safetensors", "average.safetensors")

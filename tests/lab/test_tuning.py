@@ -5,12 +5,11 @@ import math
 import pytest
 
 from lab.helpers import make_recipe
-from wellcond.cli.app import OptionError, read_tuned_fields
+from wellcond.cli.app import read_tuned_fields
+from wellcond.errors import OptionError, RecipeError, RunError
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.report.tuning import TunedPoint
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.compare import Outcome
-from wellcond.lab.train.run_folder import RunError
 from wellcond.lab.tune import (
     SEEN,
     MethodSearch,

@@ -13,21 +13,21 @@ from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 import wellcond as wc
 import wellcond.measurement.measure as measurement
 from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.capture.forms import parts_of
 from wellcond.jacobian.diagnosis import block_norms
-from wellcond.jacobian.gram import in_float32, parameter_side
+from wellcond.jacobian.gram import in_float32, parameter_steps
 from wellcond.jacobian.head import (
-    Blocks,
-    BlockStack,
+    FactorStack,
     Head,
-    build_all_blocks,
-    build_blocks,
+    JacobianFactors,
+    build_all_factors,
+    build_factors,
     can_stack,
-    stack_blocks,
+    stack_factors,
     stack_heads,
 )
-from wellcond.jacobian.plain import WideForm, stack_size, wide_forms
-from wellcond.jacobian.spectrum import form_spectra, form_spectrum
+from wellcond.jacobian.select import parts_of
+from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size
+from wellcond.jacobian.spectrum import operator_spectra, operator_spectrum
 from wellcond.measurement.records import NUMERICAL
 
 F64 = torch.float64
@@ -87,36 +87,36 @@ def heads_of(stds, tokens=6, **kwargs):
 
 def test_only_those_whose_squares_lose_are_decomposed_without_them():
     heads = heads_of([0.3, 1e-7, 0.5, 1e-7])
-    found = form_spectra(wide_forms(heads))
+    found = operator_spectra(softmax_jacobians(heads))
     assert ["SVD" in one.reason for one in found] == [False, True, False, True]
     for one, head in zip(found, heads, strict=True):
-        alone = form_spectrum(WideForm(head))
+        alone = operator_spectrum(SoftmaxJacobian(head))
         assert (one.reason, one.rank, one.status) == (alone.reason, alone.rank, alone.status)
         assert one.condition_number == pytest.approx(alone.condition_number, rel=1e-6)
 
 
 def test_heads_that_surely_lose_are_not_squared_at_all(monkeypatch):
-    monkeypatch.setattr("wellcond.jacobian.plain.output_gram", None)
-    assert all("SVD" in one.reason for one in form_spectra(wide_forms(heads_of([1e-7, 1e-7]))))
+    monkeypatch.setattr("wellcond.jacobian.softmax.output_gram", None)
+    assert all("SVD" in one.reason for one in operator_spectra(softmax_jacobians(heads_of([1e-7, 1e-7]))))
     with pytest.raises(TypeError):
-        form_spectra(wide_forms(heads_of([0.3, 1e-7])))
+        operator_spectra(softmax_jacobians(heads_of([0.3, 1e-7])))
 
 
 def test_the_upper_end_of_a_closed_minimum_is_the_length_of_one_vector():
     for head in heads_of([1.0, 0.3, 1e-3]):
-        blocks = build_blocks(head)
+        blocks = build_factors(head)
         w = torch.linalg.svd(blocks.py).U[:, -1]
         u = torch.linalg.pinv(blocks.v) @ torch.ones(6, dtype=F64)
         vector = torch.outer(w, u / u.norm()).flatten()
-        expected = float((vector @ WideForm(head).reference_jacobian()).norm())
-        assert WideForm(head).closed_minimum()[1] == pytest.approx(expected, rel=1e-9)
+        expected = float((vector @ SoftmaxJacobian(head).hints.reference()).norm())
+        assert SoftmaxJacobian(head).closed_minimum()[1] == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_condition_number_that_is_sure_is_one():
     for head in heads_of([1.0, 0.3, 1e-3, 1e-7]):
-        form = WideForm(head)
-        sigma = torch.linalg.svdvals(form.explicit_jacobian())
-        assert 0 < form.sure_condition_number() <= float(sigma[0] / sigma[-1]) * (1 + 1e-9)
+        form = SoftmaxJacobian(head)
+        sigma = torch.linalg.svdvals(form.as_matrix())
+        assert 0 < form.lower_kappa() <= float(sigma[0] / sigma[-1]) * (1 + 1e-9)
 
 
 def test_heads_that_differ_do_not_stack():
@@ -136,8 +136,8 @@ def test_as_many_heads_as_there_is_room_for():
     heads = heads_of([1.0] * 4)
     one = next(room for room in range(10**6) if stack_size(heads, room) == 2) // 2
     assert [stack_size(heads, factor * one + factor) for factor in (0, 1, 3)] == [1, 1, 3]
-    form = WideForm(heads[0])
-    assert one > 16 * form.num_outputs * form.explicit_jacobian().shape[1]
+    form = SoftmaxJacobian(heads[0])
+    assert one > 16 * form.shape[0] * form.as_matrix().shape[1]
     few, many = (
         Head(h.x[:2], h.w_q, h.w_k, h.w_v, 0.5, y=torch.randn(keys, 8))
         for h, keys in zip(heads[:2], (4, 400), strict=True)
@@ -149,9 +149,9 @@ def test_blocks_that_were_changed_forget_with_which_they_were_built():
     heads = [
         Head(torch.randn(40, 3, dtype=F64) @ torch.randn(3, 6, dtype=F64), *torch.randn(3, 2, 6), 0.5) for _ in range(2)
     ]
-    blocks = build_all_blocks(heads)
+    blocks = build_all_factors(heads)
     assert in_float32(blocks[0], 2.0).built_with is None
-    assert len(parameter_side(heads[0], blocks[0]).blocks.x_values) == 3
+    assert len(parameter_steps(heads[0], blocks[0]).factors.x_values) == 3
 
 
 def test_heads_that_see_different_tokens_are_measured_one_by_one():
@@ -225,16 +225,16 @@ def test_the_tracker_says_which_head_failed_and_why():
 def test_norms_of_a_nearly_dead_head_do_not_underflow():
     head = heads_of([0.5])[0]
     small = dataclasses.replace(head, w_v=head.w_v * 2.0**-1030)
-    norms, expected = block_norms(build_blocks(small)), block_norms(build_blocks(head))
+    norms, expected = block_norms(build_factors(small)), block_norms(build_factors(head))
     assert norms[0] == pytest.approx(expected[0] * 2.0**-1030, rel=1e-2)
 
 
 def test_blocks_that_were_built_together_are_not_copied_and_any_selection_is():
-    blocks = build_all_blocks(heads_of([1.0, 0.5, 0.2]))
-    stack = stack_blocks(blocks)
-    assert stack.m.data_ptr() == blocks[0].m.data_ptr() and isinstance(stack, BlockStack)
+    blocks = build_all_factors(heads_of([1.0, 0.5, 0.2]))
+    stack = stack_factors(blocks)
+    assert stack.m.data_ptr() == blocks[0].m.data_ptr() and isinstance(stack, FactorStack)
     for chosen in ([2, 0], [0, 1], [1]):
-        some = stack_blocks([blocks[at] for at in chosen])
+        some = stack_factors([blocks[at] for at in chosen])
         assert all(torch.equal(some.b[at], blocks[one].b) for at, one in enumerate(chosen))
 
 
@@ -245,25 +245,25 @@ def test_blocks_are_those_of_each_head(groups):
     weights = torch.randn(3, groups, 4, 8, generator=generator, dtype=F64)
     bias = torch.randn(3, groups, 4, generator=generator, dtype=F64)
     heads = [Head(x, w, w[0] + 1, w[0] - 1, 0.5, y=y, b_q=b, b_v=b[0]) for w, b in zip(weights, bias, strict=True)]
-    for together, head in zip(build_all_blocks(heads, biases=True), heads, strict=True):
-        alone = build_blocks(head, biases=True)
+    for together, head in zip(build_all_factors(heads, biases=True), heads, strict=True):
+        alone = build_factors(head, biases=True)
         for name in ("x", "q", "py", "m", "b", "p", "k", "v"):
             torch.testing.assert_close(getattr(together, name), getattr(alone, name), rtol=1e-12, atol=1e-12)
 
 
 def test_large_heads_are_measured_one_after_the_other_and_forgotten(monkeypatch):
-    """Blocks of a large head take most of the memory of its measurement."""
-    monkeypatch.setattr("wellcond.jacobian.plain.SMALLEST_ON_DEVICE", 1)
+    """Factors of a large head take most of the memory of its measurement."""
+    monkeypatch.setattr("wellcond.jacobian.softmax.SMALLEST_ON_DEVICE", 1)
     alive, most = weakref.WeakSet(), []
-    build = Blocks.__init__
+    build = JacobianFactors.__init__
 
     def watched(self, *args, **kwargs):
         build(self, *args, **kwargs)
         alive.add(self)
         gc.collect()
-        most.append(sum(type(one) is Blocks for one in alive))
+        most.append(sum(type(one) is JacobianFactors for one in alive))
 
-    monkeypatch.setattr(Blocks, "__init__", watched)
+    monkeypatch.setattr(JacobianFactors, "__init__", watched)
     torch.manual_seed(0)
     wc.measure(vit(), IMAGES[:1])
     assert max(most) <= 2

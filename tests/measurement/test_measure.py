@@ -14,14 +14,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import wellcond as wc
-import wellcond.jacobian.spectrum as spectrum_module
+import wellcond.jacobian.solve as spectrum_module
+from wellcond.errors import ReportDataError
 from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.capture.forms import captured_form
-from wellcond.jacobian.generic.head import GenericHead
-from wellcond.jacobian.plain import WideForm, dense_jacobian
-from wellcond.jacobian.spectrum import form_spectrum
+from wellcond.jacobian.module import ModuleJacobian
+from wellcond.jacobian.select import select_operator
+from wellcond.jacobian.softmax import SoftmaxJacobian, dense_jacobian
+from wellcond.jacobian.spectrum import operator_spectrum
 from wellcond.measurement.run import MeasureOptions
-from wellcond.pages.measurement import ReportDataError, render_measurement
+from wellcond.pages.measurement import render_measurement
 from wellcond.theory import papers_bound
 
 X = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -172,10 +173,10 @@ def test_other_structured_forms_equal_the_generic_derivatives(name, build, size)
     model, x = build(), torch.randn(1, 3, size, size)
     captured = [c for c in capture_attention(model, x) if not c.is_plain]
     assert captured
-    chosen = captured_form(captured[0], 0)
+    chosen = select_operator(captured[0], 0)
     assert chosen.how == name
-    generic = GenericHead(captured[0], 0)
-    structured, reference = form_spectrum(chosen.form), form_spectrum(generic, method="dense")
+    generic = ModuleJacobian(captured[0], 0)
+    structured, reference = operator_spectrum(chosen.operator), operator_spectrum(generic, method="dense")
     assert structured.sigma_max == pytest.approx(reference.sigma_max, rel=1e-9)
     assert structured.rank == reference.rank
     assert structured.sigma_rank == pytest.approx(reference.sigma_rank, rel=1e-5)
@@ -375,7 +376,7 @@ def test_the_bound_holds_also_with_biases(convention, kappa):
             assert head.bound_log10 >= math.log10(head.jacobian.kappa(kappa))
     # (U1) of the biased head, whose J_K reads Q + b: without b the bound would be smaller than this.
     head = capture_attention(model, X[:1])[0].head(0)
-    low, high = WideForm(head).certified()
+    low, high = SoftmaxJacobian(head).hints.bounds()
     if convention == "wide":
         assert biased.layers[0].heads[0].bound_log10 == pytest.approx(math.log10(high / low), abs=1e-6)
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.pages.measurement import ReportDataError, render_measurement
+from wellcond.errors import ReportDataError
+from wellcond.pages.measurement import render_measurement
 
 VOID = {"meta", "br"}
 

@@ -7,9 +7,9 @@ import pytest
 from scipy import stats
 
 from report.fake_runs import FakeMethod, write_comparison
+from wellcond.errors import RunRecordError
 from wellcond.lab.report.glue import find_differences, load_glue, rebuild_glue, scores_table
 from wellcond.lab.report.page import build_report
-from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.statistics import compare_paired, holm
 
 METRICS = {"cola": "matthews", "sst2": "accuracy", "stsb": "pearson", "mrpc": "f1"}

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison, write_run
-from wellcond.errors import WellcondError
+from wellcond.errors import RunRecordError, WellcondError
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.records import RunRecordError
 
 
 @pytest.fixture

@@ -16,17 +16,17 @@ from report.fake_runs import (
     write_run,
     write_with_samples,
 )
+from wellcond.errors import RunError, RunRecordError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.pack import MOST_POINTS, pack, pack_steps, share
 from wellcond.lab.report.page import gather, render_markdown
-from wellcond.lab.report.records import Run, RunRecordError, merge
+from wellcond.lab.report.records import Run, merge
 from wellcond.lab.report.tuning import find_tuning
 from wellcond.lab.run_records import seal
 from wellcond.lab.train.compare import write_comparison as write_run_list
-from wellcond.lab.train.run_folder import RunError
 
 
 def complete(methods):

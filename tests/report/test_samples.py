@@ -17,9 +17,9 @@ from report.fake_runs import (
     write_comparison,
     write_with_samples,
 )
+from wellcond.errors import RunRecordError
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.page import build_report, gather, render_markdown
-from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.samples import find_samples
 from wellcond.lab.report.table import visible
 from wellcond.lab.report.tables import build_tables

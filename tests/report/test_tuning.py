@@ -6,11 +6,11 @@ import re
 import pytest
 
 from report.fake_runs import FakeMethod, page_of, write_comparison
+from wellcond.errors import RunRecordError
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report, gather
 from wellcond.lab.report.plots import plots
-from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
 from wellcond.lab.run_records import seal
 

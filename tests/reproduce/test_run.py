@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from wellcond.cli.main import main
+from wellcond.errors import RunError
 from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
 from wellcond.lab.reproduce.catalogue import Entry, catalogue
 from wellcond.lab.reproduce.computed import SIZES, count
@@ -18,7 +19,6 @@ from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, find_study, may_be_paired
 from wellcond.lab.train import glue
 from wellcond.lab.train.compare import run_comparison, write_comparison
-from wellcond.lab.train.run_folder import RunError
 
 RESULTS = Path(__file__).parents[2] / "results"
 ENTRIES = catalogue().entries

@@ -13,11 +13,10 @@ from safetensors.torch import save_file
 import wellcond as wc
 from lab.small import small_job, stop_after
 from wellcond.conditioning.weights import read_state_dict
-from wellcond.errors import WeightError
-from wellcond.lab.models.build import ModelSpecError, build_model
+from wellcond.errors import ModelSpecError, RunError, WeightError
+from wellcond.lab.models.build import build_model
 from wellcond.lab.train.checkpoint import read_checkpoint, read_tensors, save_checkpoint
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunError
 
 SUFFIXES = (".pt", ".pth", ".pth.tar", ".bin", ".ckpt", ".safetensors")
 VIT = "timm:vit_tiny_patch16_224"

@@ -15,16 +15,14 @@ from detection.coco_sets import coco, load_set, write_set
 from lab.data.helpers import failure, load, write_csv
 from lab.helpers import parse_recipe
 from report.fake_runs import FakeMethod, only_comparison, write_comparison
-from wellcond.lab.data.base import DataError
+from wellcond.errors import DataError, ModelSpecError, RecipeError, RunRecordError
 from wellcond.lab.data.disk import cached_folder
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.build import ModelSpecError, build_model
+from wellcond.lab.models.build import build_model
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.pack import pack
 from wellcond.lab.report.page import build_report
-from wellcond.lab.report.records import RunRecordError
-from wellcond.lab.settings import RecipeError
 
 OUT = ["../../out", "/etc/out", "..", ".", "a/b", "a\\b", ".hidden", "~", "C:\\out", "a\0b", "-x", ""]
 

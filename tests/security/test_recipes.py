@@ -7,10 +7,9 @@ import yaml
 
 from lab.helpers import parse_recipe
 from lab.small import SETTINGS
-from wellcond.errors import WellcondError
+from wellcond.errors import ModelSpecError, RecipeError, WellcondError
 from wellcond.lab.load_recipe import load_recipe
-from wellcond.lab.models.build import ModelSpecError, build_model
-from wellcond.lab.settings import RecipeError
+from wellcond.lab.models.build import build_model
 from wellcond.lab.tokenizers import import_tokenizers, read_tokenizer, tokenizer_of
 
 RECIPE = """

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from lab.small import assert_same_run, small_job, stop_after
+from wellcond.errors import RunError
 from wellcond.files import temporary_beside, write_atomically
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunError
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ factor by a printed error, so that an erratum is the distance between two calls.
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import Head, build_blocks
+from wellcond.jacobian.head import Head, build_factors
 
 F64 = torch.float64
 
@@ -142,7 +142,7 @@ def row_form(h: Head) -> tuple[Tensor, Tensor, Tensor]:
 
     J_Q[i]: (a,c) -> x_i[a] M_i[:,c],   J_K[i]: (a,c) -> q_i[c] B_i[:,a],   J_V[i]: (a,c) -> (PX)_i[a] e_c.
     """
-    found, eye = build_blocks(h, compress=False), torch.eye(h.value_dim, dtype=F64)
+    found, eye = build_factors(h, compress=False), torch.eye(h.value_dim, dtype=F64)
     m, b = found.m, found.b
     j_q = torch.einsum("ia,ioc->ioac", h.x, m)
     j_k = torch.einsum("ic,ioa->ioac", h.x @ h.w_q.T, b)

@@ -9,18 +9,12 @@ from torch import nn
 
 import wellcond as wc
 from theory import cases
+from theory.papers import proposition32_printed, theorem35, theorem38, theorem38_applies, theorem38_printed
 from theory.reference import F64, causal_mask, kappa, sigma, tensor, wide
 from theory.test_initialisation import causal_ratio
-from wellcond.linalg.corrections import polar_correction
-from wellcond.theory import (
-    Head,
-    HypothesisError,
-    proposition32_printed,
-    theorem35,
-    theorem38,
-    theorem38_applies,
-    theorem38_printed,
-)
+from wellcond.errors import HypothesisError
+from wellcond.linalg.orthogonal import polar
+from wellcond.theory import Head
 
 
 def near(value, rel=1e-9):
@@ -118,7 +112,7 @@ def test_E21_two_is_attained():
 def test_E22_the_definition_and_the_experiments_use_different_corrections():
     w = diag(3, 1)
     torch.testing.assert_close(theorem35(w).correction, 3 * torch.eye(2, dtype=F64))
-    torch.testing.assert_close(polar_correction(w[None])[0], 3 * torch.eye(2, dtype=F64))
+    torch.testing.assert_close(polar(w[None], times_norm=True).factor[0], 3 * torch.eye(2, dtype=F64))
     assert not torch.allclose(theorem35(w).correction, 10 * torch.eye(2, dtype=F64))
 
 

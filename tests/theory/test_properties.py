@@ -5,17 +5,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from theory.papers import sigma_min_upper_bound
 from theory.reference import F64, causal_mask, head, row_form, sigma
-from wellcond.theory import (
-    Head,
-    exact_case,
-    kappa_bound,
-    lower_bound,
-    norm_upper_bound,
-    papers_bound,
-    sigma_min_upper_bound,
-    upper_bound,
-)
+from wellcond.theory import Head, exact_case, kappa_bound, lower_bound, norm_upper_bound, papers_bound, upper_bound
 
 SLACK = 1 + 1e-9
 MAX_KAPPA = 1e11

@@ -6,20 +6,12 @@ import pytest
 import torch
 
 from theory import cases
+from theory.papers import deficient_case, gauge_direction, key_shift_direction, parameter_nullity
 from theory.reference import F64, attention, blocks, head, jacobian_of, rank, stack, wide
-from wellcond.jacobian.plain import dense_jacobian
-from wellcond.theory import (
-    Head,
-    HypothesisError,
-    Ranks,
-    deficient_case,
-    gauge_direction,
-    generic_ranks,
-    key_shift_direction,
-    parameter_nullity,
-    structural_ranks,
-)
-from wellcond.theory.ranks import contains_ones, wide_structure
+from wellcond.errors import HypothesisError
+from wellcond.jacobian.ranks import contains_ones, wide_rank_bound, wide_shape
+from wellcond.jacobian.softmax import dense_jacobian
+from wellcond.theory import Head, Ranks, generic_ranks, structural_ranks
 
 
 def gaussian_head(n, width, d, *, value_dim=None, tokens=None) -> Head:
@@ -87,21 +79,21 @@ def grouped_head(n, memory, width, d, dv, groups, biases, ones) -> Head:
 
 
 def test_one_definition_counts_groups_biases_and_memory():
-    """`wide_structure`, which the spectrum of every plain head rests on, has the rank of automatic differentiation."""
+    """`wide_rank_bound`, which the spectrum of every plain head rests on, has the rank of automatic differentiation."""
     for case in GROUPED:
         for _ in range(3):
             h, biases = grouped_head(*case), case[6] == "parameters"
             found, structure = (
                 torch.cat(list(dense_jacobian(h, biases=biases).values()), 1),
-                wide_structure(h, biases=biases),
+                wide_rank_bound(h, biases=biases),
             )
-            assert found.shape == (structure.num_outputs, structure.num_parameters)
-            if rank(found) == structure.max_rank:
+            assert found.shape == wide_shape(h, biases=biases)
+            if rank(found) == structure.rank:
                 break
         else:
             raise AssertionError((case, rank(found), structure))
         if h.is_single and not biases:
-            assert structural_ranks(h).ranks.wide == structure.max_rank
+            assert structural_ranks(h).ranks.wide == structure.rank
 
 
 def test_full_row_rank_ends_at_3r_minus_d_tokens():

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from theory.papers import theorem35, theorem38, theorem38_applies, theorem38_printed
 from theory.reference import F64, kappa, sigma, tensor
-from wellcond.theory import HypothesisError, saturation, theorem35, theorem38, theorem38_applies, theorem38_printed
+from wellcond.errors import HypothesisError
+from wellcond.theory import saturation
 
 
 def near(value, rel=1e-9):

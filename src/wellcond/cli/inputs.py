@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.evaluation import eval_scope, run
-from wellcond.cli.app import OptionError
+from wellcond.errors import OptionError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 

@@ -18,10 +18,10 @@ from typer import Argument, Option
 
 from wellcond.cli import app as cli
 from wellcond.cli.console import echo, echo_json, make_console, print_table
-from wellcond.errors import AttentionNotFoundError, WeightError, check_choice
+from wellcond.errors import AttentionNotFoundError, ModelSpecError, WeightError, check_choice
 from wellcond.files import to_json
 from wellcond.init import recommended
-from wellcond.lab.models.build import ModelSpecError, build_model, check_model, is_local_code, parse_values
+from wellcond.lab.models.build import build_model, check_model, is_local_code, parse_values
 from wellcond.lab.report.table import Cell, Table
 from wellcond.version import __version__
 

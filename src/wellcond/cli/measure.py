@@ -14,7 +14,7 @@ from wellcond.cli import app as cli
 from wellcond.cli.console import echo, echo_json, make_console
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import write_atomically
-from wellcond.linalg.records import Convention
+from wellcond.jacobian.records import Convention
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,6 +75,7 @@ def measure(
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
     cli.check_outputs(output, html, force=force)
     built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
+    import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
     from wellcond.attention.find import scan_attention
     from wellcond.measurement.measure import measure
 
@@ -96,7 +97,7 @@ def measure(
 
 
 def _say_slow(seconds: float) -> None:
-    from wellcond.jacobian.select import show_seconds
+    from wellcond.jacobian.problem import show_seconds
 
     echo(
         f"this is expected to take up to {show_seconds(seconds)}: --layers, --heads or fewer --tokens make that less, "

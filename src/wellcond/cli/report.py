@@ -81,8 +81,8 @@ def reproduce(
     import torch
 
     from wellcond.cli.runs import exit_code, training_in
+    from wellcond.errors import RunRecordError
     from wellcond.lab.methods import parse_methods
-    from wellcond.lab.report.records import RunRecordError
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
     from wellcond.lab.reproduce.stored import Collection
@@ -156,7 +156,7 @@ def claims(results: Annotated[Path, cli.folder_argument(help="Committed records,
     The verdicts are written to RESULTS/claims.md.
     """
     cli.need_train_extra()
-    from wellcond.lab.report.records import RunRecordError
+    from wellcond.errors import RunRecordError
     from wellcond.lab.reproduce.claims import judge_claims
     from wellcond.lab.reproduce.claims_page import claims_markdown, summarise
 

@@ -20,21 +20,20 @@ from rich.progress import TimeRemainingColumn as TimeLeft
 from wellcond.cli.app import is_rank_zero
 from wellcond.cli.console import echo_json, make_console
 from wellcond.cli.report import print_report
-from wellcond.errors import WellcondError
+from wellcond.errors import FolderInUse, RunRecordError, WellcondError
 from wellcond.files import to_json
 from wellcond.lab import tune
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.fair import settle_methods
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.statistics import compare_paired, describe_power
 from wellcond.lab.tasks.base import TaskContext
 from wellcond.lab.train.compare import Outcome, run_comparison, write_comparison
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.prepare import load_cached_data, prepare_task
 from wellcond.lab.train.run import Job, num_cores
-from wellcond.lab.train.run_folder import FolderInUse, RunFolder
+from wellcond.lab.train.run_folder import RunFolder
 
 
 def fit_to_data(recipe: Recipe, base: Path | None, *, quiet: bool) -> Recipe:

@@ -17,8 +17,9 @@ from wellcond.attention.sharding import unwrap
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.methods import per_projection
 from wellcond.doctor.examine import examine, is_fresh
-from wellcond.doctor.records import Diagnosis, DiagnosisError, LayerFacts
+from wellcond.doctor.records import Diagnosis, LayerFacts
 from wellcond.doctor.rules import Case, judge
+from wellcond.errors import DiagnosisError
 from wellcond.measurement.measure import measure
 from wellcond.measurement.run import run_facts
 

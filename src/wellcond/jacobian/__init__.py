@@ -1,1 +1,1 @@
-"""The parameter Jacobian of one attention layer: exact, structured, and never wrong without saying so."""
+"""The parameter Jacobian of an attention head as an operator, and its spectrum with certified intervals."""

@@ -12,9 +12,9 @@ Parameter columns of the weights (w_c of Wq, and so on), X~ = [X 1] where a bias
 
     J_Q: (c; w_c only) -> A_c = tau Z_c Khat^T N_c X~          N x D
     J_K: (c; w_e)      -> tau Z_c[:, e] u_ce^T,                u_ce = X~^T N_e qhat_c
-    J_V: (c; w_e)      -> p_ce X~                              J_tau: (c) -> Z_c Khat^T qhat_c
+    J_V: (c; w_e)      -> p_ce X~
 
-    G_cc' = delta_cc' A_c A_c^T + tau^2 Z_c diag_e(u_ce . u_c'e) Z_c'^T + (P P^T)_cc' X~ X~^T + J_tau J_tau^T
+    G_cc' = delta_cc' A_c A_c^T + tau^2 Z_c diag_e(u_ce . u_c'e) Z_c'^T + (P P^T)_cc' X~ X~^T
 
 X enters through X^T only, so any L with L L^T = X~ X~^T replaces it. Rows are ordered (i, c), as for every other head;
 the blocks above are the slices of one channel.
@@ -25,7 +25,7 @@ Note [Channel triangle]. J_Q and J_K move outputs within the range of V only, si
 [Q_1 Q_2] orthogonal, P = Q_P R_P, and [Q_1 Q_2]^T X~ = [[R_11, R_12], [0, R_22]] made triangular from the right, J has
 the singular values of
 
-    [ [Q_1 (x) Q_P]^T [J_Q J_K J_tau]   R_11 (x) R_P   R_12 (x) R_P ]
+    [ [Q_1 (x) Q_P]^T [J_Q J_K]   R_11 (x) R_P   R_12 (x) R_P ]
     [               0                        0         R_22 (x) R_P ]
 
 and its first two blocks, E C rows, are made triangular by one factorisation. Nothing is squared, so kappa(J) is found
@@ -34,6 +34,7 @@ up to 1/eps, while a Gram matrix loses it at 1/sqrt(eps): P is nearly singular w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,16 +42,16 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.ends import from_the_right
-from wellcond.jacobian.form import AbstractForm, NotDefinedError, Triangle
 from wellcond.jacobian.head import compressed, softmax_weights, through_softmax, with_constant
+from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, Triangle, TriangleHint
+from wellcond.jacobian.ranks import RankBound, rank_and_ones
 from wellcond.linalg.spectrum import cast_to_float64, default_rtol, move_to, singular_values
-from wellcond.theory.ranks import Structure, rank_and_ones
 
 TENSORS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
 
 
 @dataclass(frozen=True, eq=False)
-class ChannelHead(AbstractForm):
+class ChannelHead(JacobianOperator):
     """Tokens and weights of one head of channel attention; weights are (out, in) as torch stores them.
 
     Attributes:
@@ -65,8 +66,6 @@ class ChannelHead(AbstractForm):
         normalise: columns of Q and K are divided by max(|.|, eps).
         eps: as in `torch.nn.functional.normalize`.
         biases: biases count as parameters.
-        scale_is_parameter: tau counts as a parameter.
-        names: the parameters that play query, key and value, as the model calls them.
     """
 
     x: Tensor
@@ -80,8 +79,6 @@ class ChannelHead(AbstractForm):
     normalise: bool = True
     eps: float = 1e-12
     biases: bool = False
-    scale_is_parameter: bool = False
-    names: tuple[str, str, str] = ("q", "k", "v")
 
     def __post_init__(self) -> None:
         """Cast to float64 and check shapes and values."""
@@ -100,8 +97,14 @@ class ChannelHead(AbstractForm):
 
     @property
     def num_outputs(self) -> int:
-        """Rows of the wide Jacobian, N C."""
+        """Rows of the Jacobian, N C."""
         return self.num_tokens * self.w_q.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N C outputs, and the weights of the head."""
+        inputs = [tokens.shape[1] for tokens in self._read]
+        return self.num_outputs, sum(rows * width for rows, width in zip(inputs, self._widths, strict=True))
 
     @cached_property
     def q(self) -> _Columns:
@@ -127,29 +130,61 @@ class ChannelHead(AbstractForm):
         """V P^T, (N, C)."""
         return self.v @ self.p.T
 
-    def structure(self) -> Structure:
-        """Sizes and rank; see Note [Channel ranks]."""
-        return _structure(self)
+    def rank_bound(self) -> RankBound:
+        """See Note [Channel ranks]."""
+        return _rank_bound(self)
 
-    def parameter_blocks(self) -> dict[str, Tensor]:
-        """J of the query, key and value parameters under their `names`, and of the scale; columns (channel, input)."""
+    def matvec(self, v: Tensor) -> Tensor:
+        """J v."""
+        sizes = [(tokens.shape[1], width) for tokens, width in zip(self._read, self._widths, strict=True)]
+        parts = v.split([rows * columns for rows, columns in sizes])
+        return self._push([part.view(size) for part, size in zip(parts, sizes, strict=True)], self._read)
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        """J^T u."""
+        return torch.cat([part.flatten() for part in self._pull(u, self._read)])
+
+    def _pull(self, u: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """J^T u as matrices (inputs, channels), at the cost of a few products N x C x E."""
+        rows = u.view(self.num_tokens, -1)
+        pulled = self.scale * through_softmax(self.p, rows.T @ self.v)
+        moved = (self.q.derivative(self.k.hat @ pulled.T), self.k.derivative(self.q.hat @ pulled), rows @ self.p)
+        return [tokens.T @ part for tokens, part in zip(inputs, moved, strict=True)]
+
+    def _push(self, parts: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        """J times what `_pull` returns."""
+        of_q, of_k, of_v = (tokens @ part for tokens, part in zip(inputs, parts, strict=True))
+        logits = self.scale * (self.q.derivative(of_q).T @ self.k.hat + self.q.hat.T @ self.k.derivative(of_k))
+        return (self.v @ through_softmax(self.p, logits).T + of_v @ self.p.T).flatten()
+
+    @property
+    def _widths(self) -> tuple[int, int, int]:
+        return self.w_q.shape[0], self.w_k.shape[0], self.w_v.shape[0]
+
+    def as_matrix(self) -> Tensor:
+        """J with compressed tokens, columns (channel, input): the same singular values."""
         n, (xq, xk, xv), z = self.num_outputs, self._inputs, self._z
         identity = torch.eye(self.w_q.shape[0], dtype=z.dtype, device=z.device)
-        by_role = (
+        blocks = (
             torch.einsum("cia,cf->icfa", self._a(xq), identity),
             self.scale * torch.einsum("cie,cea->icea", z, self._u(xk)),
             torch.einsum("ce,ia->icea", self.p, xv),
         )
-        blocks = {name: block.reshape(n, -1) for name, block in zip(self.names, by_role, strict=True)}
-        if self.scale_is_parameter:
-            blocks["scale"] = self._scale_column.T.reshape(n, 1)
-        return blocks
+        return torch.cat([block.reshape(n, -1) for block in blocks], dim=1)
 
-    def explicit_jacobian(self) -> Tensor:
-        """J with compressed tokens: the same singular values."""
-        return torch.cat(list(self.parameter_blocks().values()), dim=1)
+    def gram(self, side: Side = "outputs") -> GramOperator:
+        """J J^T, on either side."""
+        inputs = self._inputs
+        return GramOperator(self.num_outputs, lambda u: self._push(self._pull(u, inputs), inputs), self._output_gram)
 
-    def output_gram(self) -> Tensor:
+    @property
+    def hints(self) -> Hints:
+        """Bounds from the values and the norms of all blocks; a triangle where P is square and tokens independent."""
+        needed = self._triangle_bytes()
+        triangle = None if needed is None else TriangleHint(self._triangle, needed)
+        return Hints(bounds=self.bounds, lower_kappa=self.lower_kappa, triangle=triangle)
+
+    def _output_gram(self) -> Tensor:
         """J J^T, (N C, N C), from N x N blocks."""
         (xq, xk, xv), z = self._inputs, self._z
         a, u = self._a(xq), self._u(xk)
@@ -161,32 +196,15 @@ class ChannelHead(AbstractForm):
             keys = self.scale**2 * (z[c] * overlaps[c][:, None, :]) @ z.mT
             gram[c] += keys.transpose(0, 1)
             gram[c, :, c] += a[c] @ a[c].T
-        if self.scale_is_parameter:
-            gram += torch.einsum("ci,fj->cifj", self._scale_column, self._scale_column)
         return gram.permute(1, 0, 3, 2).reshape(n * channels, n * channels)
 
-    def product(self, flat: Tensor) -> Tensor:
-        """J J^T times a vector of length N C, at the cost of a few products N x C x E and N x N x C."""
-        u = flat.view(self.num_tokens, -1)
-        q_gram, k_gram, v_gram = self._token_grams
-        cosines = self.q.hat.T @ self.k.hat
-        pulled = through_softmax(self.p, u.T @ self.v)
-        dq = self.q.derivative(q_gram @ self.q.derivative(self.k.hat @ pulled.T))
-        dk = self.k.derivative(k_gram @ self.k.derivative(self.q.hat @ pulled))
-        logits = self.scale**2 * (dq.T @ self.k.hat + self.q.hat.T @ dk)
-        if self.scale_is_parameter:
-            logits = logits + (pulled * cosines).sum() * cosines
-        return (self.v @ through_softmax(self.p, logits).T + v_gram @ (u @ self.p) @ self.p.T).flatten()
-
-    def certified(self) -> tuple[float, float]:
+    def bounds(self) -> tuple[float, float]:
         """sigma_min of J_V = P (x) X~ alone, if it has as many columns as rows; the norms of all blocks together."""
         (xq, xk, xv), p = self._inputs, self.p
         of_p, of_x = singular_values(p), singular_values(xv)
         a, z, u = self._a(xq), self._z, self._u(xk)
         largest = float(of_p[0] * of_x[0])
         squares = a.square().sum((1, 2)).max() + self.scale**2 * (z.square().sum(1) * u.square().sum(2)).sum()
-        if self.scale_is_parameter:
-            squares = squares + self._scale_column.square().sum()
         highest = (float(squares) + largest**2) ** 0.5 * (1 + 1e-12)
         if p.shape[0] > p.shape[1] or xv.shape[0] > xv.shape[1]:
             return 0.0, highest
@@ -194,7 +212,7 @@ class ChannelHead(AbstractForm):
         sure = max(0.0, float(of_p[-1]) - lost[0]) * max(0.0, float(of_x[-1]) - lost[1])
         return sure, highest
 
-    def sure_condition_number(self) -> float:
+    def lower_kappa(self) -> float:
         """J_Q and J_K move no outputs outside the range of V, so J_V alone decides there; 0 where there are none."""
         xv, (tokens, channels) = self._inputs[2], self.v.shape
         if tokens <= channels or xv.shape[0] != xv.shape[1] or self.p.shape[0] != self.p.shape[1]:
@@ -204,7 +222,7 @@ class ChannelHead(AbstractForm):
         smallest = float(of_p[-1] * least) + default_rtol(xv.shape) * float(of_p[0] * of_x[0])
         return float(of_p[0] * of_x[0]) / smallest
 
-    def triangle_bytes(self) -> int | None:
+    def _triangle_bytes(self) -> int | None:
         """Memory of Note [Channel triangle]; None unless P is square and the tokens are independent."""
         (xq, xk, xv), (c, e) = self._inputs, self.p.shape
         if c != e or xv.shape[0] != xv.shape[1]:
@@ -212,10 +230,8 @@ class ChannelHead(AbstractForm):
         rows = min(e, self.num_tokens) * c
         return 8 * (3 * rows * (c * xq.shape[1] + e * xk.shape[1] + 1 + rows) + 2 * self.num_outputs**2)
 
-    def triangle(self, tolerance: float) -> Triangle:
+    def _triangle(self, tolerance: float) -> Triangle:
         """See Note [Channel triangle]; nothing is dropped, whatever the tolerance."""
-        if self.triangle_bytes() is None:
-            raise NotDefinedError("the triangular form needs as many key as query channels, and independent tokens")
         (xq, xk, xv), channels = self._inputs, len(self.p)
         turn, r_v = torch.linalg.qr(self.v, mode="complete")
         first = min(self.v.shape)
@@ -227,9 +243,6 @@ class ChannelHead(AbstractForm):
             torch.einsum("cb,cia->ibca", q_p, self.scale * z @ inner_a),
             self.scale * torch.einsum("cb,cie,cea->ibea", q_p, z, u),
         ]
-        if self.scale_is_parameter:
-            column = (z @ (self.q.hat.T @ self.k.hat)[:, :, None])[..., 0]
-            blocks.append((column.T @ q_p)[..., None, None])
         rows = first * channels
         wide = [block.reshape(rows, -1) for block in blocks] + [_kron(of_tokens[:first, :first], r_p)]
         entries = self.x.new_zeros(self.num_outputs, self.num_outputs)
@@ -259,26 +272,22 @@ class ChannelHead(AbstractForm):
         radial = along[:, :, None] * (self.k.hat.T @ x)
         return ((self.q.hat.T @ x)[:, None, :] - self.k.radial[:, None] * radial) * self.k.inverse[:, None]
 
-    @cached_property
-    def _scale_column(self) -> Tensor:
-        """J_tau, (C, N)."""
-        return (self._z @ (self.q.hat.T @ self.k.hat)[:, :, None])[..., 0]
-
     @property
     def _counted(self) -> tuple[bool, bool, bool]:
         with_q, with_k, with_v = (self.biases and b is not None for b in (self.b_q, self.b_k, self.b_v))
         return with_q, with_k, with_v
 
-    @cached_property
-    def _inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the query, key and value parameters multiply, compressed."""
-        xq, xk, xv = (compressed(with_constant(self.x, counted)) for counted in self._counted)
+    @property
+    def _read(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the query, key and value parameters multiply."""
+        xq, xk, xv = (with_constant(self.x, counted) for counted in self._counted)
         return xq, xk, xv
 
     @cached_property
-    def _token_grams(self) -> tuple[Tensor, Tensor, Tensor]:
-        xq, xk, xv = self._inputs
-        return xq @ xq.T, xk @ xk.T, xv @ xv.T
+    def _inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, compressed."""
+        xq, xk, xv = (compressed(tokens) for tokens in self._read)
+        return xq, xk, xv
 
     def _columns(self, columns: Tensor) -> _Columns:
         norm = torch.linalg.vector_norm(columns, dim=0)
@@ -301,52 +310,6 @@ class _Columns:
         return self.inverse * (columns - self.radial * self.hat * (self.hat * columns).sum(0))
 
 
-def xcit_head(
-    x: Tensor,
-    w_q: Tensor,
-    w_k: Tensor,
-    w_v: Tensor,
-    temperature: float = 1.0,
-    *,
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
-    temperature_is_parameter: bool = False,
-) -> ChannelHead:
-    """Cross-covariance attention of XCiT; `biases` of q, k, v count as parameters.
-
-    Example:
-        >>> head = xcit_head(torch.eye(3), torch.eye(3)[:2], torch.eye(3)[1:], torch.eye(3)[:2])
-        >>> head.output().shape, head.num_outputs
-        (torch.Size([3, 2]), 6)
-    """
-    b_q, b_k, b_v = biases or (None, None, None)
-    return ChannelHead(
-        x, w_q, w_k, w_v, temperature, b_q, b_k, b_v,
-        biases=biases is not None, scale_is_parameter=temperature_is_parameter,
-    )  # fmt: skip
-
-
-def davit_channel_head(
-    x: Tensor,
-    w_q: Tensor,
-    w_k: Tensor,
-    w_v: Tensor,
-    scale: float | None = None,
-    *,
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
-) -> ChannelHead:
-    """Channel attention of DaViT, softmax((s k)^T v) applied to q: k plays the query, v the key and q the value.
-
-    `scale` is 1/sqrt(channels) if None; `biases` of q, k, v count as parameters. The later version in timm
-    (`ChannelAttentionV2`) has the usual roles: `ChannelHead(..., normalise=False, scale=N**-0.5)`.
-    """
-    b_q, b_k, b_v = biases or (None, None, None)
-    scale = w_k.shape[0] ** -0.5 if scale is None else scale
-    return ChannelHead(
-        x, w_k, w_v, w_q, scale, b_k, b_v, b_q,
-        normalise=False, biases=biases is not None, names=("k", "v", "q"),
-    )  # fmt: skip
-
-
 def _kron(left: Tensor, right: Tensor) -> Tensor:
     return torch.kron(left.contiguous(), right.contiguous())
 
@@ -355,8 +318,8 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x @ weight.T if bias is None else x @ weight.T + bias
 
 
-def _structure(head: ChannelHead) -> Structure:
-    r"""Sizes, and an upper bound on the rank.
+def _rank_bound(head: ChannelHead) -> RankBound:
+    r"""An upper bound on the rank.
 
     Note [Channel ranks]. Every output column V p_c, and every derivative of it, is a combination of the tokens (and of
     the constant, if values have a bias): with t the rank of those, rank J <= C t. So J never has full row rank when
@@ -365,16 +328,14 @@ def _structure(head: ChannelHead) -> Structure:
     (Not for one token with l2 norm: its P has entries e^tau and e^-tau only.)
     With fewer, rank J_V <= E rank(X~), and at most C (E - 1) dimensions of the logits pass the softmax.
     """
-    (c, _), (e, width) = head.w_q.shape, head.w_k.shape
-    with_q, with_k, with_v = head._counted
+    c, e, with_v = head.w_q.shape[0], head.w_k.shape[0], head._counted[2]
     rank_x, ones = rank_and_ones(head.x)
     span = rank_x + int(head.b_v is not None and not ones)
-    parameters = c * (width + with_q) + e * (2 * width + with_k + with_v) + int(head.scale_is_parameter)
     through_values = e * (span if with_v else rank_x)
-    rank = min(c * span, through_values + c * (e - 1), parameters)
+    rank = min(c * span, through_values + c * (e - 1), head.shape[1])
     names = []
     if rank < head.num_outputs:
         names.append(f"outputs outside the span of the tokens: {head.num_outputs - c * span}")
     if rank < c * span or span > rank_x and not with_v:
         names.append("upper bound on the rank")
-    return Structure(head.num_outputs, parameters, rank_x, rank_x, rank, "; ".join(names))
+    return RankBound(rank, "; ".join(names), rank_x)

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import Blocks, BlockStack, Head, build_blocks, stack_heads
-from wellcond.linalg.spectrum import largest_eigenvalues, singular_values, spectrum, spectrum_of_values
+from wellcond.jacobian.head import FactorStack, Head, JacobianFactors, build_factors, stack_heads
+from wellcond.linalg.lanczos import largest_eigenvalues
+from wellcond.linalg.spectrum import singular_values, spectrum, spectrum_of_values
 
 Verdict = Literal["dead head", "P", "X", "norms", "balanced"]
 
@@ -102,26 +103,28 @@ def is_collapsed(head: Head, statistics: AttentionStatistics) -> bool:
     return head.memory.shape[0] > 1 and statistics.max_probability >= COLLAPSED_MASS
 
 
-def block_norms(blocks: Blocks) -> tuple[float, float, float]:
+def block_norms(factors: JacobianFactors) -> tuple[float, float, float]:
     """Spectral norms of J_Q, J_K and J_V."""
-    norm_q, norm_k = blocks.together("norms", _query_and_key_norms).tolist()
-    return norm_q, norm_k, float(blocks.py_values[0])
+    norm_q, norm_k = factors.for_all(_query_and_key_norms).tolist()
+    return norm_q, norm_k, float(factors.py_values[0])
 
 
-def _query_and_key_norms(stack: BlockStack) -> Tensor:
+def _query_and_key_norms(stack: FactorStack) -> Tensor:
     """Norms of J_Q and J_K of each head, (heads, 2), by one run of Lanczos."""
     heads, rows, dv, _ = stack.m.shape
     # Scaled to one, so that the squares of a nearly dead head do not underflow.
     largest = torch.stack([t.abs().amax((-3, -2, -1)) for t in (stack.m, stack.b)])
-    m, b = (t / torch.where(size == 0, 1.0, size)[:, None, None, None]
-            for t, size in zip((stack.m, stack.b), largest, strict=True))  # fmt: skip
+    sizes = torch.where(largest == 0, 1.0, largest)[:, :, None, None, None]
+    m, b = stack.m / sizes[0], stack.b / sizes[1]
     x_gram, q_gram = stack.x @ stack.x.mT, stack.q @ stack.q.mT
 
     def product(flat: Tensor) -> Tensor:
         """C_r (T T^T (C_r^T u)) of the matrices with rows (r, o) -> C_r[o, :] (x) t_r: M and X, then B and Q."""
         of_q, of_k = flat.view(2, heads, rows, 1, dv)
-        found = [scaled @ (gram @ (u @ scaled)[:, :, 0])[..., None]
-                 for u, scaled, gram in ((of_q, m, x_gram), (of_k, b, q_gram))]  # fmt: skip
+        found = [
+            scaled @ (gram @ (u @ scaled)[:, :, 0])[..., None]
+            for u, scaled, gram in ((of_q, m, x_gram), (of_k, b, q_gram))
+        ]
         return torch.cat(found).flatten(1)
 
     # Ritz values that agree to 1e-6 three times in a row are right to about 1e-10.
@@ -130,19 +133,22 @@ def _query_and_key_norms(stack: BlockStack) -> Tensor:
     return (largest.cpu() * squares.sqrt().view(2, heads)).T
 
 
+def _p_values(stack: FactorStack) -> Tensor:
+    return singular_values(stack.p)
+
+
 def diagnose_head(
-    head: Head, blocks: Blocks | None = None, statistics: AttentionStatistics | None = None
+    head: Head, factors: JacobianFactors | None = None, statistics: AttentionStatistics | None = None
 ) -> HeadDiagnosis:
     """Measure and name what dominates the conditioning of a head's Jacobian.
 
     The verdict is the largest of three ratios: kappa(P), kappa of the tokens, and the spread of the norms of J_Q, J_K
     and J_V; ``balanced`` if none exceeds 10; ``dead head`` if attention has collapsed, whatever the ratios.
     """
-    blocks = build_blocks(head) if blocks is None else blocks
-    norm_q, norm_k, norm_v = block_norms(blocks)
-    p_values = blocks.together("p_values", lambda stack: singular_values(stack.p))
-    kappa_p = spectrum_of_values(p_values, blocks.p.shape).pseudo_condition_number
-    tokens = spectrum_of_values(blocks.x_values, head.x.shape) if head.is_single else spectrum(head.memory)
+    factors = build_factors(head) if factors is None else factors
+    norm_q, norm_k, norm_v = block_norms(factors)
+    kappa_p = spectrum_of_values(factors.for_all(_p_values), factors.p.shape).pseudo_condition_number
+    tokens = spectrum_of_values(factors.x_values, head.x.shape) if head.is_single else spectrum(head.memory)
     kappa_x = tokens.pseudo_condition_number
     statistics = statistics or attention_statistics(head)
     return judge_head((norm_q, norm_k, norm_v), kappa_p, kappa_x, statistics, several_keys=head.memory.shape[0] > 1)
@@ -176,7 +182,7 @@ def _explain(verdict: Verdict, ratios: dict[Verdict, float], statistics: Attenti
         return (
             f"attention has collapsed: every token attends to {where} (largest probability "
             f"{statistics.max_probability:.4f}), so W_Q and W_K receive almost no gradient; the condition number is "
-            "that of the tokens alone and says nothing good"
+            "that of the tokens alone and is not meaningful"
         )
     text = {
         "P": f"the attention map is nearly singular (kappa {ratios['P']:.3g}): many tokens attend alike",

@@ -28,83 +28,92 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.form import Side, Triangle
-from wellcond.jacobian.select import LOWEST, SURE, Task, from_singular_values, make_record
-from wellcond.linalg.records import JacobianSpectrum
-from wellcond.linalg.spectrum import MAX_STEPS, Estimate, default_rtol, largest_eigenvalue, smallest_eigenvalue
+from wellcond.jacobian.operator import GramSteps, Triangle
+from wellcond.jacobian.problem import LOWEST, SURE, Task
+from wellcond.jacobian.records import JacobianSpectrum
+from wellcond.linalg.lanczos import MAX_STEPS, Estimate, largest_eigenvalue, smallest_eigenvalue
 
 SHIFT = 2e-8
 """Added to the diagonal before a factorisation in float32; see Note [Float32 factor]."""
 
 
 def from_triangle(task: Task, why: str = "") -> JacobianSpectrum:
-    """Both ends of a form that can be made triangular without squaring it, and whose rank shows on the way.
+    """Both ends of an operator that can be made triangular without squaring it, and whose rank shows on the way.
 
-    `why` is the reason why this is done at all, where another route was tried before.
+    `why` is the reason why this is done at all, where another solver was tried before.
     """
-    form = task.form
-    top = largest_eigenvalue(form.product, form.num_outputs)
+    problem = task.problem
+    assert problem.hints.triangle is not None
+    top = largest_eigenvalue(problem.gram.matvec, problem.gram.size)
     if top.value <= 0:
-        return from_singular_values(task, torch.zeros(1, dtype=torch.float64))
+        return task.from_singular_values(torch.zeros(1, dtype=torch.float64))
     largest = math.sqrt(top.value)
-    tolerance = task.rtol * largest
-    found = form.triangle(tolerance)
+    tolerance = problem.rtol * largest
+    found = problem.hints.triangle.build(tolerance)
     if float(found.entries.diagonal().abs().min()) <= torch.finfo(torch.float64).eps ** 2 * largest:
         # No diagonal entry is below the least singular value, and solving with this one would overflow.
-        return make_record(
-            task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
+        return task.record(
+            largest,
+            0.0,
+            0.0,
+            problem.bound.rank,
+            "numerically singular",
             reason=f"{why}triangular form, whose lower end fades into rounding",
-            max_bounds=(largest, form.certified()[1]), rank_bounds=(0.0, tolerance),
+            max_bounds=(largest, problem.hints.bounds()[1]),
+            rank_bounds=(0.0, tolerance),
             num_products=top.num_products,
-        )  # fmt: skip
+        )
     bottom = largest_of_inverse(found.entries)
     smallest, rank = 1 / math.sqrt(bottom.value), len(found.entries)
-    error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest + found.dropped
+    error = problem.rounding * largest + found.dropped
     sure = top.converged and bottom.converged and smallest > SURE * max(error, tolerance)
     if smallest <= tolerance:
         # The lower end fades into rounding: count what is below, as far as LOWEST reaches.
         low = lowest_singular_values(found.entries, LOWEST)
         rank -= int((low <= tolerance).sum())
         smallest = float(low[low > tolerance].min()) if bool((low > tolerance).any()) else tolerance
-    return make_record(
-        task, largest, smallest if rank == task.structure.smaller_side else 0.0, smallest, rank,
-        "exact" if sure else "estimate", reason=f"{why}triangular form, then its ends",
+    known = problem.hints.bounds()[0] if rank == problem.gram.size else 0.0
+    return task.record(
+        largest,
+        smallest if rank == min(problem.shape) else 0.0,
+        smallest,
+        rank,
+        "exact" if sure else "estimate",
+        reason=f"{why}triangular form, then its ends",
         max_bounds=(largest - error, largest + error),
-        rank_bounds=(_sure_minimum(task, rank, smallest - error), smallest + error),
+        rank_bounds=(max(0.0, smallest - error, known), smallest + error),
         num_products=top.num_products + bottom.num_products,
-    )  # fmt: skip
+    )
 
 
-def _sure_minimum(task: Task, rank: int, low: float) -> float:
-    """A lower bound on the last non-zero singular value, or what the form is sure of if that is more."""
-    sure = task.form.certified()[0] if rank == task.form.num_outputs else 0.0
-    return max(0.0, low, sure)
-
-
-def ends_of(task: Task, triangle: Tensor) -> JacobianSpectrum | None:
+def from_qr(task: Task, triangle: Tensor) -> JacobianSpectrum | None:
     """Both ends from R of J = QR.
 
     None if rounding may have made zeros of the lower end, so that the rank must be counted.
     """
-    side = len(triangle)
+    problem, side = task.problem, len(triangle)
     top = largest_eigenvalue(lambda u: triangle.T @ (triangle @ u), side)
     largest = math.sqrt(top.value)
-    error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest
-    lowest_allowed = SURE * max(error, task.rtol * largest)
+    error = problem.rounding * largest
+    lowest_allowed = SURE * max(error, problem.rtol * largest)
     # No diagonal entry of R is below its least singular value; solving with a smaller one would overflow.
-    if float(triangle.diagonal().abs().min()) <= lowest_allowed or side != task.structure.max_rank:
+    if float(triangle.diagonal().abs().min()) <= lowest_allowed or side != problem.bound.rank:
         return None
     bottom = largest_of_inverse(triangle)
     smallest = 1 / math.sqrt(bottom.value)
     if not smallest > lowest_allowed:
         return None
-    sure = top.converged and bottom.converged
-    return make_record(
-        task, largest, smallest if side == task.structure.smaller_side else 0.0, smallest, side,
-        "exact" if sure else "estimate", reason="squaring loses the small ones: QR of J, then its ends",
-        max_bounds=(largest - error, largest + error), rank_bounds=(smallest - error, smallest + error),
+    return task.record(
+        largest,
+        smallest if side == min(problem.shape) else 0.0,
+        smallest,
+        side,
+        "exact" if top.converged and bottom.converged else "estimate",
+        reason="squaring loses the small ones: QR of J, then its ends",
+        max_bounds=(largest - error, largest + error),
+        rank_bounds=(smallest - error, smallest + error),
         num_products=top.num_products + bottom.num_products,
-    )  # fmt: skip
+    )
 
 
 def _solve_twice(triangle: Tensor, u: Tensor) -> Tensor:
@@ -188,27 +197,27 @@ class Least:
     num_products: int = 0
 
 
-def least_singular_value(side: Side, largest: float, *, max_steps: int = MAX_STEPS) -> Least:
+def least_singular_value(steps: GramSteps, largest: float, *, max_steps: int = MAX_STEPS) -> Least:
     """See Note [Float32 factor]; `largest` is sigma_max(J) or near it."""
-    lower = side.lower_float32(largest)
+    lower = steps.lower_float32(largest)
     lower.diagonal().add_(SHIFT)
     if not factorise_(lower):
         return Least(None, "the float32 factor broke down")
     found = smallest_eigenvalue(
-        lambda rows: side.product(rows, largest),
+        lambda rows: steps.scaled_matmat(rows, largest),
         lambda rows: solve_float32(lower, rows),
-        side.side,
+        steps.size,
         max_steps=max_steps,
         device=lower.device,
     )
     if not found.converged:
         return Least(None, f"the float32 factor did not lead there in {max_steps} steps", found.num_products)
-    return Least(side.length(found.vector), "float32 factor, float64 products", found.num_products)
+    return Least(steps.norm_of(found.vector), "float32 factor, float64 products", found.num_products)
 
 
-def no_eigenvalue_below(side: Side, largest: float, bound: float) -> bool:
+def no_eigenvalue_below(steps: GramSteps, largest: float, bound: float) -> bool:
     """Whether a factorisation of G - bound I ends; see Note [Float32 factor]."""
-    shifted = side.shifted(largest, bound)
+    shifted = steps.shifted(largest, bound)
     if shifted is None or not bool(torch.isfinite(shifted.diagonal()).all()):
         return False
     return factorise_(shifted)
@@ -228,7 +237,8 @@ def factorise_(lower: Tensor) -> bool:
         return int(failed) == 0
     potrf = scipy.linalg.lapack.spotrf if lower.dtype == torch.float32 else scipy.linalg.lapack.dpotrf
     found, info = potrf(lower.numpy().T, lower=0, clean=0, overwrite_a=1)
-    assert found.ctypes.data == lower.data_ptr(), "LAPACK must not copy"
+    if found.ctypes.data != lower.data_ptr():  # LAPACK was given a copy: take its factor
+        lower.copy_(torch.from_numpy(found.T))
     return bool(info == 0)
 
 

@@ -1,6 +1,6 @@
-r"""J J^T and J^T J of a head from its blocks, without ever forming J: as matrices, and as products for iterations.
+r"""J J^T and J^T J of a head from its factors, without ever forming J: as matrices, and as products for iterations.
 
-Matrices are also those of several heads at once, from a `BlockStack`.
+Matrices are also those of several heads at once, from a `FactorStack`.
 
 Outputs (theory.md, section 3.3), n x n with n = R dv, rows ordered (r, o):
 
@@ -33,13 +33,15 @@ of the complement of b, hence W_Q C for W_Q, and -W_K F^T C^T.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import CHUNK_BYTES, Blocks, Head, compressed
+from wellcond.jacobian.head import CHUNK_BYTES, Head, JacobianFactors, compressed
 from wellcond.linalg.spectrum import row_space
 
 CACHE_BYTES = 4 * 2**20  # rows that are multiplied, scaled and added while they are near the processor
@@ -49,13 +51,13 @@ GAUGE_LIMIT = 1e6
 """Lengths of gauge directions that differ by more have lost the accuracy that Z needs."""
 
 
-def output_gram(blocks: Blocks, *, lower: bool = False) -> Tensor:
+def output_gram(factors: JacobianFactors, *, lower: bool = False) -> Tensor:
     """J J^T of the wide Jacobian, (R dv, R dv); if `lower`, what is above the diagonal is left undefined."""
-    *front, rows, dv, _ = blocks.m.shape
+    *front, rows, dv, _ = factors.m.shape
     n = rows * dv
-    m, b = blocks.m.flatten(-3, -2), blocks.b.flatten(-3, -2)
-    x_gram, q_gram = blocks.x @ blocks.x.mT, blocks.q @ blocks.q.mT
-    py_gram = blocks.py @ blocks.py.mT
+    m, b = factors.m.flatten(-3, -2), factors.b.flatten(-3, -2)
+    x_gram, q_gram = factors.x @ factors.x.mT, factors.q @ factors.q.mT
+    py_gram = factors.py @ factors.py.mT
     gram = m.new_empty(*front, n, n)
     size = max(1, (CACHE_BYTES if lower else CHUNK_BYTES) // (m.element_size() * math.prod(front) * n * dv))
     for at in range(0, rows, size):
@@ -72,9 +74,9 @@ def output_gram(blocks: Blocks, *, lower: bool = False) -> Tensor:
     return gram
 
 
-def parameter_gram(blocks: Blocks, *, values: bool = True) -> Tensor:
+def parameter_gram(factors: JacobianFactors, *, values: bool = True) -> Tensor:
     """J^T J of the wide Jacobian, in the (compressed) parameters; unless `values`, those of Q and K alone."""
-    x, q, py, m, b = blocks.x, blocks.q, blocks.py, blocks.m, blocks.b
+    x, q, py, m, b = factors.x, factors.q, factors.py, factors.m, factors.b
     *front, _, dv, d = m.shape
     Dx, Dy, Dv = x.shape[-1], b.shape[-1], py.shape[-1]
     nq, nk, nv = Dx * d, Dy * d, Dv * dv if values else 0
@@ -112,12 +114,12 @@ def table(left: Tensor, right: Tensor) -> Tensor:
     return (left[..., :, None] * right[..., None, :]).flatten(-2)
 
 
-def stack_gram(blocks: Blocks) -> Tensor:
+def stack_gram(factors: JacobianFactors) -> Tensor:
     """H = J_Q^T J_Q + J_K^T J_K + J_V^T J_V, the Gram matrix of the papers' stacked [J_Q; J_K; J_V] (Dd, Dd).
 
     It needs one identification of the three parameter spaces: equal widths, and the same order (a, c) in all of them.
     """
-    x, q, py, m, b = blocks.x, blocks.q, blocks.py, blocks.m, blocks.b
+    x, q, py, m, b = factors.x, factors.q, factors.py, factors.m, factors.b
     *front, rows, dv, d = m.shape
     D = x.shape[-1]
     if not (dv == d and b.shape[-1] == py.shape[-1] == D):
@@ -135,106 +137,115 @@ def stack_gram(blocks: Blocks) -> Tensor:
     return gram.flatten(-2).flatten(-3, -2)
 
 
-def explicit_jacobian(blocks: Blocks) -> Tensor:
+def explicit_jacobian(factors: JacobianFactors) -> Tensor:
     """J itself (R dv, parameters), for the small and the ill-conditioned: nothing is squared."""
-    *front, rows, dv, d = blocks.m.shape
-    widths = (blocks.x.shape[-1] * d, blocks.b.shape[-1] * d, blocks.py.shape[-1] * dv)
-    jacobian = blocks.m.new_empty(*front, rows, dv, sum(widths))
+    *front, rows, dv, d = factors.m.shape
+    widths = (factors.x.shape[-1] * d, factors.b.shape[-1] * d, factors.py.shape[-1] * dv)
+    jacobian = factors.m.new_empty(*front, rows, dv, sum(widths))
     j_q, j_k, j_v = jacobian.split(widths, dim=-1)
-    torch.mul(blocks.x[..., None, :, None], blocks.m[..., None, :], out=j_q.unflatten(-1, (-1, d)))
-    torch.mul(blocks.b[..., None], blocks.q[..., None, None, :], out=j_k.unflatten(-1, (-1, d)))
+    torch.mul(factors.x[..., None, :, None], factors.m[..., None, :], out=j_q.unflatten(-1, (-1, d)))
+    torch.mul(factors.b[..., None], factors.q[..., None, None, :], out=j_k.unflatten(-1, (-1, d)))
     on_diagonal = j_v.zero_().unflatten(-1, (-1, dv)).diagonal(dim1=-3, dim2=-1)
-    on_diagonal.copy_(blocks.py[..., None].expand_as(on_diagonal))
+    on_diagonal.copy_(factors.py[..., None].expand_as(on_diagonal))
     return jacobian.flatten(-3, -2)
 
 
-def pull_back(blocks: Blocks, u: Tensor) -> Tensor:
+def pull_back(factors: JacobianFactors, u: Tensor) -> Tensor:
     """J^T u for rows u (k, R dv): (k, parameters)."""
-    by_row = u.view(len(u), len(blocks.m), -1).permute(1, 2, 0)  # (r, o, k)
-    to_q = (blocks.x.T @ (blocks.m.mT @ by_row).flatten(1)).unflatten(1, (-1, len(u)))  # (a, c, k)
-    to_k = ((blocks.b.mT @ by_row).flatten(1).T @ blocks.q).unflatten(0, (-1, len(u))).transpose(1, 2)  # (a, c, k)
-    to_v = (blocks.py.T @ by_row.flatten(1)).unflatten(1, (-1, len(u)))  # (a, o, k)
+    by_row = u.view(len(u), len(factors.m), -1).permute(1, 2, 0)  # (r, o, k)
+    to_q = (factors.x.T @ (factors.m.mT @ by_row).flatten(1)).unflatten(1, (-1, len(u)))  # (a, c, k)
+    to_k = ((factors.b.mT @ by_row).flatten(1).T @ factors.q).unflatten(0, (-1, len(u))).transpose(1, 2)  # (a, c, k)
+    to_v = (factors.py.T @ by_row.flatten(1)).unflatten(1, (-1, len(u)))  # (a, o, k)
     return torch.cat([part.flatten(0, 1) for part in (to_q, to_k, to_v)]).T
 
 
-def push_forward(blocks: Blocks, w: Tensor) -> Tensor:
+def push_forward(factors: JacobianFactors, w: Tensor) -> Tensor:
     """J w for rows w (k, parameters): (k, R dv)."""
-    (_, dv, d), k = blocks.m.shape, len(w)
-    widths = (blocks.x.shape[1] * d, blocks.b.shape[2] * d, blocks.py.shape[1] * dv)
+    (_, dv, d), k = factors.m.shape, len(w)
+    widths = (factors.x.shape[1] * d, factors.b.shape[2] * d, factors.py.shape[1] * dv)
     of_q, of_k, of_v = (part.T for part in w.split(widths, dim=1))
-    seen = (blocks.x @ of_q.reshape(-1, d * k)).unflatten(1, (d, k))  # (r, c, k)
-    heard = (blocks.q @ of_k.reshape(-1, d, k).transpose(0, 1).flatten(1)).unflatten(1, (-1, k))  # (r, a, k)
-    read = (blocks.py @ of_v.reshape(-1, dv * k)).unflatten(1, (dv, k))  # (r, o, k)
-    return (blocks.m @ seen + blocks.b @ heard + read).flatten(0, 1).T
+    seen = (factors.x @ of_q.reshape(-1, d * k)).unflatten(1, (d, k))  # (r, c, k)
+    heard = (factors.q @ of_k.reshape(-1, d, k).transpose(0, 1).flatten(1)).unflatten(1, (-1, k))  # (r, a, k)
+    read = (factors.py @ of_v.reshape(-1, dv * k)).unflatten(1, (dv, k))  # (r, o, k)
+    return (factors.m @ seen + factors.b @ heard + read).flatten(0, 1).T
 
 
-def in_float32(blocks: Blocks, largest: float) -> Blocks:
-    """Blocks of J / `largest`, every factor of moderate size: squares must not leave the range of float32."""
-    m_size, b_size = (float(t.abs().max()) or 1.0 for t in (blocks.m, blocks.b))
+def in_float32(factors: JacobianFactors, largest: float) -> JacobianFactors:
+    """JacobianFactors of J / `largest`, every factor of moderate size: squares must not leave the range of float32."""
+    m_size, b_size = (float(t.abs().max()) or 1.0 for t in (factors.m, factors.b))
     return replace(
-        blocks,
-        x=(blocks.x * (m_size / largest)).float(),
-        m=(blocks.m / m_size).float(),
-        q=(blocks.q * (b_size / largest)).float(),
-        b=(blocks.b / b_size).float(),
-        py=(blocks.py / largest).float(),
+        factors,
+        x=(factors.x * (m_size / largest)).float(),
+        m=(factors.m / m_size).float(),
+        q=(factors.q * (b_size / largest)).float(),
+        b=(factors.b / b_size).float(),
+        py=(factors.py / largest).float(),
         built_with=None,
     )
 
 
-@dataclass(frozen=True, eq=False)
-class OutputSide:
-    """J J^T."""
+class OutputSteps:
+    """J J^T for iterations, from the three functions that a kind of factors has."""
 
-    blocks: Blocks
     num_null = 0
 
+    def __init__(
+        self,
+        factors: Any,
+        lower_gram: Callable[[Any], Tensor] = lambda factors: output_gram(factors, lower=True),
+        pull: Callable[[Any, Tensor], Tensor] = pull_back,
+        push: Callable[[Any, Tensor], Tensor] = push_forward,
+        narrow: Callable[[Any, float], Any] = in_float32,
+    ) -> None:
+        """From factors, the lower triangle of their J J^T, J^T u, J w, and the factors of J / largest in float32."""
+        self.factors, self._lower_gram, self._pull, self._push, self._narrow = factors, lower_gram, pull, push, narrow
+
     @property
-    def side(self) -> int:
+    def size(self) -> int:
         """R dv."""
-        return self.blocks.m.shape[0] * self.blocks.m.shape[1]
+        return self.factors.m.shape[0] * self.factors.m.shape[1]
 
     def lower_float32(self, largest: float) -> Tensor:
         """The lower triangle of J J^T / largest^2."""
-        return output_gram(in_float32(self.blocks, largest), lower=True)
+        return self._lower_gram(self._narrow(self.factors, largest))
 
     def shifted(self, largest: float, bound: float) -> Tensor:
         """The lower triangle of J J^T - bound I; nothing needs `largest` here."""
-        gram = output_gram(self.blocks, lower=True)
+        gram = self._lower_gram(self.factors)
         gram.diagonal().sub_(bound)
         return gram
 
-    def square(self, rows: Tensor) -> Tensor:
+    def matmat(self, rows: Tensor) -> Tensor:
         """J J^T u."""
-        return push_forward(self.blocks, pull_back(self.blocks, rows))
+        return self._push(self.factors, self._pull(self.factors, rows))
 
-    def product(self, rows: Tensor, largest: float) -> Tensor:
+    def scaled_matmat(self, rows: Tensor, largest: float) -> Tensor:
         """J J^T u / largest^2."""
-        return self.square(rows) / largest**2
+        return self.matmat(rows) / largest**2
 
-    def length(self, vector: Tensor) -> float:
+    def norm_of(self, vector: Tensor) -> float:
         """|J^T u| / |u|: nothing is squared that loses digits."""
-        return float(pull_back(self.blocks, vector[None]).norm() / vector.norm())
+        return float(self._pull(self.factors, vector[None]).norm() / vector.norm())
 
 
 @dataclass(frozen=True, eq=False)
-class ParameterSide:
+class ParameterSteps:
     """J^T J, its null directions lifted to the upper end of the spectrum; see Note [Gauge basis].
 
-    `w_q` (columns of x, d) and `w_k` (columns of b, d) are the weights in the coordinates of the blocks; `fixed` (k, d)
-    are biases of the queries that are no parameters.
+    `w_q` (columns of x, d) and `w_k` (columns of b, d) are the weights in the coordinates of the factors; `fixed`
+    (k, d) are biases of the queries that are no parameters.
     """
 
-    blocks: Blocks
+    factors: JacobianFactors
     w_q: Tensor
     w_k: Tensor
     fixed: Tensor | None = None
 
     @property
-    def side(self) -> int:
+    def size(self) -> int:
         """Compressed parameters."""
-        dv, d = self.blocks.m.shape[1:]
-        return (self.blocks.x.shape[1] + self.blocks.b.shape[2]) * d + self.blocks.py.shape[1] * dv
+        dv, d = self.factors.m.shape[1:]
+        return (self.factors.x.shape[1] + self.factors.b.shape[2]) * d + self.factors.py.shape[1] * dv
 
     @cached_property
     def gauge(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -262,7 +273,7 @@ class ParameterSide:
 
     def lower_float32(self, largest: float) -> Tensor:
         """J^T J / largest^2 + Z Z^T."""
-        return self._lifted(in_float32(self.blocks, largest), 1.0)
+        return self._lifted(in_float32(self.factors, largest), 1.0)
 
     def shifted(self, largest: float, bound: float) -> Tensor | None:
         """A Schur complement of A = J^T J + largest^2 Z Z^T - bound I, the lower triangle: that of Q and K.
@@ -273,13 +284,13 @@ class ParameterSide:
 
         With C - bound I = L L^T, every channel o of the values subtracts F_o F_o^T, where F_o L^T = [J_Q, J_K]^T J_V,o.
         """
-        x, q, py, m, b = (getattr(self.blocks, name) for name in ("x", "q", "py", "m", "b"))
+        x, q, py, m, b = (getattr(self.factors, name) for name in ("x", "q", "py", "m", "b"))
         own = py.T @ py
         own.diagonal().sub_(bound)
         factor, info = torch.linalg.cholesky_ex(own)
         if int(info) > 0:
             return None
-        gram = self._lifted(self.blocks, largest**2, values=False)
+        gram = self._lifted(self.factors, largest**2, values=False)
         gram.diagonal().sub_(bound)
         of_q, of_k = table(x, py), table(q, py)
         (Dx, Dv), Dy, d = (x.shape[1], py.shape[1]), b.shape[2], m.shape[2]
@@ -293,15 +304,15 @@ class ParameterSide:
                 gram[at:end, :end].addmm_(half[:, at:end].T, half[:, :end], alpha=-1)
         return gram
 
-    def _lifted(self, blocks: Blocks, height: float, *, values: bool = True) -> Tensor:
-        """J^T J + height Z Z^T of blocks in any precision, the lower triangle; unless `values`, of Q and K alone.
+    def _lifted(self, factors: JacobianFactors, height: float, *, values: bool = True) -> Tensor:
+        """J^T J + height Z Z^T of factors in any precision, the lower triangle; unless `values`, of Q and K alone.
 
         With columns p_i of W_Q u, r_j of W_K v and s_ij = 1 / (a_i + b_j), entries of Z Z^T are
 
             Q, Q: sum_ij s_ij p_i[a] p_i[a'] v_j[c] v_j[c']        K, K: sum_ij s_ij r_j[a] r_j[a'] u_i[c] u_i[c']
             K, Q: -sum_ij s_ij r_j[a] u_i[c] p_i[a'] v_j[c']
         """
-        gram = parameter_gram(blocks, values=values)
+        gram = parameter_gram(factors, values=values)
         p, r, u, v = (t.to(gram.dtype) for t in self.gauge)
         sizes = (height * self.inverse_sizes**2).to(gram.dtype)
         d = self.w_q.shape[1]
@@ -324,13 +335,13 @@ class ParameterSide:
             entries(of_k, of_q)[some].sub_(kq.view(len(r[some]), d, len(p), d).permute(0, 3, 2, 1))
         return gram
 
-    def square(self, rows: Tensor) -> Tensor:
+    def matmat(self, rows: Tensor) -> Tensor:
         """J^T J w."""
-        return pull_back(self.blocks, push_forward(self.blocks, rows))
+        return pull_back(self.factors, push_forward(self.factors, rows))
 
-    def product(self, rows: Tensor, largest: float) -> Tensor:
+    def scaled_matmat(self, rows: Tensor, largest: float) -> Tensor:
         """(J^T J / largest^2 + Z Z^T) w."""
-        found = self.square(rows) / largest**2
+        found = self.matmat(rows) / largest**2
         (of_q, of_k, u, v), d = self.gauge, self.w_q.shape[1]
         q_width, k_width = len(of_q) * d, len(of_k) * d
         in_q = rows[:, :q_width].unflatten(1, (-1, d))
@@ -340,12 +351,12 @@ class ParameterSide:
         found[:, q_width : q_width + k_width] -= (of_k @ weights.mT @ u.T).flatten(1)
         return found
 
-    def length(self, vector: Tensor) -> float:
+    def norm_of(self, vector: Tensor) -> float:
         """|J w| / |w|."""
-        return float(push_forward(self.blocks, vector[None]).norm() / vector.norm())
+        return float(push_forward(self.factors, vector[None]).norm() / vector.norm())
 
 
-def parameter_side(head: Head, blocks: Blocks) -> ParameterSide | None:
+def parameter_steps(head: Head, factors: JacobianFactors) -> ParameterSteps | None:
     """J^T J of a head whose biases are no parameters, in coordinates of the span of its tokens.
 
     None where the weights leave the gauge directions ill-determined.
@@ -355,16 +366,16 @@ def parameter_side(head: Head, blocks: Blocks) -> ParameterSide | None:
     span_x = span_y if head.y is None else row_space(compressed(head.x))
     g = head.num_query_heads
     reduced = replace(
-        blocks,
-        x=blocks.x @ (torch.block_diag(*[span_x] * g) if g > 1 else span_x),
-        b=blocks.b @ span_y,
-        py=blocks.py @ span_y,
+        factors,
+        x=factors.x @ (torch.block_diag(*[span_x] * g) if g > 1 else span_x),
+        b=factors.b @ span_y,
+        py=factors.py @ span_y,
         built_with=None,
     )
     fixed = head.query_biases
-    of_weights = blocks.q if fixed is None else blocks.q - fixed.repeat_interleave(head.num_tokens, 0)
-    keys = blocks.k if head.b_k is None else blocks.k - head.b_k
+    of_weights = factors.q if fixed is None else factors.q - fixed.repeat_interleave(head.num_tokens, 0)
+    keys = factors.k if head.b_k is None else factors.k - head.b_k
     w_q, w_k = (torch.linalg.lstsq(a, b).solution for a, b in ((reduced.x, of_weights), (y @ span_y, keys)))
-    found = ParameterSide(reduced, w_q, w_k, fixed)
+    found = ParameterSteps(reduced, w_q, w_k, fixed)
     largest, smallest = (float(f(found.inverse_sizes)) for f in (torch.max, torch.min))
     return found if 0 < largest <= smallest * GAUGE_LIMIT else None

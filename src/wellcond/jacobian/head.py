@@ -1,4 +1,4 @@
-r"""One softmax head (or the heads of one key/value group) on given tokens, and the blocks its Jacobian is made of.
+r"""One softmax head (or the heads of one key/value group) on given tokens, and the factors its Jacobian is made of.
 
 Legend (theory.md, section 3; everything float64):
 
@@ -31,6 +31,7 @@ from wellcond.errors import WeightError
 from wellcond.linalg.spectrum import cast_to_float64, move_to, singular_values
 
 CHUNK_BYTES = 64 * 2**20
+NAMES = ("x", "q", "py", "m", "b", "p", "k", "v")
 TENSORS = ("x", "w_q", "w_k", "w_v", "mask", "y", "b_q", "b_k", "b_v", "p")
 GROUPED = {"w_q": 3, "b_q": 2, "mask": 3, "p": 3}  # dimensions with the axis of a group of query heads, which may lack
 
@@ -256,8 +257,8 @@ def stack_heads(heads: Sequence[Head]) -> HeadStack:
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
-    """What every form of the Jacobian is assembled from; see the legend of this file.
+class JacobianFactors:
+    """The factors of one head; see the legend of this file.
 
     `x` (R, gD~) are the inputs of the query parameters as each row sees them, a bias being one more constant input, and
     a query head of a group owning its own columns. `py` likewise for the value parameters. The bias of the keys has a
@@ -269,40 +270,56 @@ class Blocks:
     py: Tensor
     m: Tensor
     b: Tensor
-    p: Tensor
+    p: Tensor = field(repr=False)
     k: Tensor = field(repr=False)
     v: Tensor = field(repr=False)
-    built_with: tuple[BlockStack, int] | None = field(default=None, repr=False)
-    """The blocks that were built together with these, and the place of these among them."""
+    built_with: tuple[FactorStack, int] | None = field(default=None, repr=False)
+    """The factors of all heads that were built together with these, and the place of these among them."""
 
-    def together(self, name: str, compute: Callable[[BlockStack], Tensor]) -> Tensor:
-        """What `compute` has for this head, on the CPU; it runs once for all heads that were built together."""
-        stack, index = self.built_with or (stack_blocks([self]), 0)
-        if name not in stack.known:
-            stack.known[name] = compute(stack).cpu()
-        return stack.known[name][index]
+    def for_all(self, compute: Callable[[FactorStack], Tensor]) -> Tensor:
+        """What `compute` finds for this head, on the CPU.
+
+        A function of a module is run once for all heads that were built together, and its result is kept.
+        """
+        stack, index = self.built_with or (stack_factors([self]), 0)
+        if compute not in stack.cache:
+            stack.cache[compute] = compute(stack).cpu()
+        return stack.cache[compute][index]
 
     @property
     def py_values(self) -> Tensor:
         """Singular values of py."""
-        return self.together("py_values", lambda stack: once(singular_values, stack.py))
+        return self.for_all(_py_values)
 
     @property
     def x_values(self) -> Tensor:
-        """Those of x."""
-        return self.together("x_values", lambda stack: once(singular_values, stack.x))
+        """Singular values of x."""
+        return self.for_all(_x_values)
 
     @property
     def m_values(self) -> Tensor:
-        """Those of every M_r."""
-        return self.together("m_values", lambda stack: once(singular_values, stack.m))
+        """Singular values of every M_r."""
+        return self.for_all(_m_values)
 
 
 @dataclass(frozen=True, eq=False)
-class BlockStack(Blocks):
-    """Blocks of heads of one shape: tensors have one axis more in front. `known` keeps what `together` computed."""
+class FactorStack(JacobianFactors):
+    """Factors of heads of one shape: tensors have one axis more in front."""
 
-    known: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    cache: dict[Callable[[FactorStack], Tensor], Tensor] = field(default_factory=dict, repr=False)
+    """Results of `for_all`, by the function that computed them."""
+
+
+def _py_values(stack: FactorStack) -> Tensor:
+    return once(singular_values, stack.py)
+
+
+def _x_values(stack: FactorStack) -> Tensor:
+    return once(singular_values, stack.x)
+
+
+def _m_values(stack: FactorStack) -> Tensor:
+    return once(singular_values, stack.m)
 
 
 def once(function: Callable[[Tensor], Tensor], stacked: Tensor) -> Tensor:
@@ -311,34 +328,34 @@ def once(function: Callable[[Tensor], Tensor], stacked: Tensor) -> Tensor:
     return found.expand(len(stacked), *found.shape[1:])
 
 
-def stack_blocks(blocks: Sequence[Blocks]) -> BlockStack:
-    """Blocks of one shape together; without a copy where all that were built together are asked for, in that order."""
-    built = [one.built_with for one in blocks]
-    if built[0] is not None and len(blocks) == len(built[0][0].m):
+def stack_factors(factors: Sequence[JacobianFactors]) -> FactorStack:
+    """Factors of one shape together; without a copy where all that were built together are asked for, in that order."""
+    built = [one.built_with for one in factors]
+    if built[0] is not None and len(factors) == len(built[0][0].m):
         stack = built[0][0]
         if all(place is not None and place[0] is stack and place[1] == at for at, place in enumerate(built)):
             return stack
 
     def together(name: str) -> Any:
-        tensors = [getattr(one, name) for one in blocks]
+        tensors = [getattr(one, name) for one in factors]
         return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
 
-    return BlockStack(**{name: together(name) for name in ("x", "q", "py", "m", "b", "p", "k", "v")})
+    return FactorStack(**{name: together(name) for name in NAMES})
 
 
-def build_blocks(head: Head, *, biases: bool = False, compress: bool = True) -> Blocks:
-    """The blocks of a head.
+def build_factors(head: Head, *, biases: bool = False, compress: bool = True) -> JacobianFactors:
+    """The factors of a head.
 
     Args:
         head: tokens and weights.
         biases: biases count as parameters.
         compress: replace Y by an equivalent L with at most as many columns as tokens; singular values are unchanged.
     """
-    return build_all_blocks([head], biases=biases, compress=compress)[0]
+    return build_all_factors([head], biases=biases, compress=compress)[0]
 
 
-def build_all_blocks(heads: Sequence[Head], *, biases: bool = False, compress: bool = True) -> list[Blocks]:
-    """`build_blocks` of heads that `can_stack`, computed together."""
+def build_all_factors(heads: Sequence[Head], *, biases: bool = False, compress: bool = True) -> list[JacobianFactors]:
+    """`build_factors` of heads that `can_stack`, computed together."""
     stack = stack_heads(heads)
     g = stack.num_query_heads
     p, k, v = stack.probabilities().flatten(1, 2), stack.keys(), stack.values()
@@ -350,9 +367,9 @@ def build_all_blocks(heads: Sequence[Head], *, biases: bool = False, compress: b
         x = torch.einsum("gf,hna->hgnfa", eye, x).flatten(3).flatten(1, 2)
     py = with_constant(p @ y, biases and stack.b_v is not None)
     m, b = weighted_covariances(p, k, v, y, stack.scale)
-    built = BlockStack(x=x, q=stack.queries().flatten(1, 2), py=py, m=m, b=b, p=p, k=k, v=v)
+    built = FactorStack(x=x, q=stack.queries().flatten(1, 2), py=py, m=m, b=b, p=p, k=k, v=v)
     return [
-        Blocks(x[at], built.q[at], py[at], m[at], b[at], p[at], k[at], v[at], built_with=(built, at))
+        JacobianFactors(x[at], built.q[at], py[at], m[at], b[at], p[at], k[at], v[at], built_with=(built, at))
         for at in range(len(heads))
     ]
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wellcond.errors import WellcondError, needs_extra
+from wellcond.errors import RunError, WellcondError, needs_extra
 from wellcond.files import temporary_beside
 from wellcond.lab.train.checkpoint import OURS
 from wellcond.lab.train.compare import Dispatch, Message, do_job
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.run import Job
-from wellcond.lab.train.run_folder import RunError, RunFolder, check_links, writing
+from wellcond.lab.train.run_folder import RunFolder, check_links, writing
 
 FORWARDED = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_DATASETS_CACHE", "OMP_NUM_THREADS",
              "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # fmt: skip

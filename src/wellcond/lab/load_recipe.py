@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from wellcond.errors import UnknownChoiceError
+from wellcond.errors import RecipeError, UnknownChoiceError
 from wellcond.files import read_regular
-from wellcond.lab.settings import RecipeError, Scale, list_problems, read_yaml, set_path
+from wellcond.lab.settings import Scale, list_problems, read_yaml, set_path
 
 if TYPE_CHECKING:
     from wellcond.lab.recipe import Recipe

@@ -28,11 +28,11 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.apply import condition_
 from wellcond.conditioning.methods import make_method
-from wellcond.errors import EvidenceWarning, NumericalWarning, WellcondError, check_choice
+from wellcond.errors import EvidenceWarning, NumericalWarning, RecipeError, WellcondError, check_choice
 from wellcond.init.apply import check_options, init_, takes_batch
 from wellcond.lab.models.changes import check_factors, scale_tokens_
 from wellcond.lab.models.trained import Build, load_teacher
-from wellcond.lab.settings import RecipeError, Settings, list_problems, plain_numbers, read_yaml
+from wellcond.lab.settings import Settings, list_problems, plain_numbers, read_yaml
 from wellcond.registry import CORRECTIONS as CONDITIONS
 from wellcond.registry import INITIALISATIONS as INITS
 from wellcond.registry import check_names, check_values

@@ -23,10 +23,11 @@ from pydantic import (
 
 import wellcond.lab.data  # noqa: F401  (registers the sources)
 import wellcond.lab.tasks  # noqa: F401  (registers the tasks)
+from wellcond.errors import RecipeError
 from wellcond.lab.data.base import SourceConfig, resolve_config
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.models.changes import ProxySettings
-from wellcond.lab.settings import Interval, RecipeError, Scale, Settings, choose_by_name, list_problems, set_path
+from wellcond.lab.settings import Interval, Scale, Settings, choose_by_name, list_problems, set_path
 from wellcond.lab.tasks.base import TASKS, AugmentationSettings, ModelSettings
 from wellcond.lab.train.optimizers import Constant, OptimizerSettings, ScheduleSettings
 

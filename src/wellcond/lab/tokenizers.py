@@ -12,12 +12,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from wellcond.errors import needs_extra
+from wellcond.errors import DataError, RecipeError, needs_extra
 from wellcond.files import read_regular
-from wellcond.lab.data.base import DataError, Dataset, listed
+from wellcond.lab.data.base import Dataset, listed
 from wellcond.lab.data.disk import cached_folder, find_path
 from wellcond.lab.data.text import Ids, id_type, text_columns, text_fingerprint
-from wellcond.lab.settings import RecipeError, Settings
+from wellcond.lab.settings import Settings
 
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 VERSION = 3

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from wellcond.arguments import describe
 from wellcond.attention.site import AttentionSite
-from wellcond.jacobian.select import SLOW_SECONDS, show_seconds
+from wellcond.jacobian.problem import SLOW_SECONDS, show_seconds
 from wellcond.measurement.run import MeasureSettings
 
 Steps = int | Collection[int]

@@ -19,9 +19,10 @@ from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
+from wellcond.errors import TooLongError
+from wellcond.jacobian.bounds import SurrogateFactors, log10_kappa_bound, softmax_spectra
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
-from wellcond.jacobian.capture.forms import CapturedForm, Part, captured_form, output_form, parts_of, samples_of
 from wellcond.jacobian.diagnosis import (
     COLLAPSED_MASS,
     AttentionStatistics,
@@ -31,12 +32,21 @@ from wellcond.jacobian.diagnosis import (
     is_collapsed,
     map_statistics,
 )
-from wellcond.jacobian.head import Blocks, Head, build_all_blocks
-from wellcond.jacobian.plain import stack_size, wide_forms
-from wellcond.jacobian.select import SLOW_SECONDS, TooLongError, show_seconds
-from wellcond.jacobian.spectrum import form_spectra
-from wellcond.lab.nystrom.form import nystrom_map
-from wellcond.linalg.records import JacobianSpectrum, Spectrum
+from wellcond.jacobian.head import Head, JacobianFactors, build_all_factors
+from wellcond.jacobian.problem import SLOW_SECONDS, show_seconds
+from wellcond.jacobian.records import JacobianSpectrum
+from wellcond.jacobian.select import (
+    Part,
+    SelectedOperator,
+    approximated_map,
+    output_operator,
+    parts_of,
+    samples_of,
+    select_operator,
+)
+from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size, stacked_jacobian
+from wellcond.jacobian.spectrum import operator_spectra
+from wellcond.linalg.records import Spectrum
 from wellcond.linalg.spectrum import SoftmaxSpectrum, spectra, to_float64
 from wellcond.measurement.records import (
     NUMERICAL,
@@ -48,8 +58,6 @@ from wellcond.measurement.records import (
 )
 from wellcond.measurement.run import MeasurementLog, MeasureOptions, MeasureSettings, run_facts
 from wellcond.measurement.sharded import measure_sharded
-from wellcond.theory.bounds import log10_kappa_bound
-from wellcond.theory.surrogate import Factors, softmax_spectra
 
 Admit = Callable[[str, int, float | None], bool]
 """Whether the Jacobian of a head, given by layer and index, may be measured. Called with None before anything of it is
@@ -355,16 +363,17 @@ class _Group:
         return all_attention_statistics(self.heads)
 
     @cached_property
-    def forms(self) -> list[CapturedForm]:
+    def operators(self) -> list[SelectedOperator]:
         """Jacobians on the first samples."""
-        return self._forms(0)
+        return self._operators(0)
 
     @cached_property
-    def blocks(self) -> list[Blocks | None]:
-        """Factors of the Jacobians of plain heads with respect to their weights alone; None for other heads."""
-        if self.task.biases and self.heads:
-            return list(build_all_blocks(self.heads))
-        return [one.form.plain_blocks() for one in self.forms]
+    def factors(self) -> list[JacobianFactors]:
+        """Factors of the Jacobians of plain heads with respect to their weights alone."""
+        if self.task.biases:
+            return build_all_factors(self.heads)
+        plain = [one.operator for one in self.operators]
+        return [operator.factors for operator in plain if isinstance(operator, SoftmaxJacobian)]
 
     @cached_property
     def spectra(self) -> list[list[JacobianSpectrum]]:
@@ -377,25 +386,27 @@ class _Group:
         def admit(seconds: float) -> bool:
             return self.pace.allows(name, index, count * seconds, len(self.parts))  # all samples or none
 
-        first = self._spectra(self.forms, admit)
-        return [first, *(self._spectra(self._forms(number)) for number in range(1, count))]
+        first = self._spectra(self.operators, admit)
+        return [first, *(self._spectra(self._operators(number)) for number in range(1, count))]
 
-    def _forms(self, number: int) -> list[CapturedForm]:
+    def _operators(self, number: int) -> list[SelectedOperator]:
         samples, biases = self.samples[number], self.task.biases
-        plain = list(wide_forms(self.plain[number], biases)) if self.plain else [None] * len(self.parts)
+        plain = list(softmax_jacobians(self.plain[number], biases)) if self.plain else [None] * len(self.parts)
         return [
-            captured_form(
-                self.captured, part.kv_head, samples=samples, biases=biases, query_head=part.query_head, plain=form
+            select_operator(
+                self.captured, part.kv_head, samples=samples, biases=biases, query_head=part.query_head, plain=operator
             )
-            for part, form in zip(self.parts, plain, strict=True)
+            for part, operator in zip(self.parts, plain, strict=True)
         ]
 
     def _spectra(
-        self, chosen: Sequence[CapturedForm], admit: Callable[[float], bool] | None = None
+        self, chosen: Sequence[SelectedOperator], admit: Callable[[float], bool] | None = None
     ) -> list[JacobianSpectrum]:
-        task = self.task
-        return form_spectra(
-            [one.form if task.convention == "wide" else one.form.stacked() for one in chosen],
+        task, operators = self.task, [one.operator for one in chosen]
+        if task.convention == "stack":
+            operators = [stacked_jacobian(operator) for operator in operators]
+        return operator_spectra(
+            operators,
             convention=task.convention,
             method=task.method,
             memory_limit=task.memory_limit,
@@ -449,8 +460,8 @@ def _seen_attention(captured: CapturedAttention, part: Part) -> dict[str, Any]:
 
 
 def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
-    """Fields of a `HeadReport` about the softmax that Nystrom attention approximates."""
-    seen = nystrom_map(captured, index)
+    """Fields of a `HeadReport` about the softmax that an attention approximates."""
+    seen = approximated_map(captured, index)
     return {} if seen is None else {"attention": seen.statistics, "approximation_error": seen.error}
 
 
@@ -458,25 +469,25 @@ def _jacobian_fields(group: _Group, part: Part) -> dict[str, Any]:
     """Fields of a `HeadReport` that are about the Jacobian and what explains it."""
     captured, task, at = group.captured, group.task, group.parts.index(part)
     found = [of_samples[at] for of_samples in group.spectra]
-    form, both = group.forms[at].form, _both(found)
+    chosen, both = group.operators[at], _both(found)
     fields: dict[str, Any] = {
         "jacobian": found[0],
         "samples": both[task.kappa],
         "both_samples": both,
-        "how": group.forms[at].how,
+        "how": chosen.how,
     }
-    head, blocks = form.plain_head, group.blocks[at]
-    if head is None or blocks is None:
-        mapped = form.diagnose()
-        return fields | (_approximated(captured, part.kv_head) if mapped is None else _diagnosed(mapped))
-    diagnosis = diagnose_head(head, blocks, group.statistics[at])
+    if not group.heads:
+        explained = _approximated(captured, part.kv_head) if chosen.diagnose is None else _diagnosed(chosen.diagnose())
+        return fields | explained
+    head, factors = group.heads[at], group.factors[at]
+    diagnosis = diagnose_head(head, factors, group.statistics[at])
     fields |= _diagnosed(diagnosis)
     if head.is_single:
         kappa = {"X": diagnosis.kappa_x}
         for role in ("query", "key", "value"):
             kappa[role] = group.weights[captured.site.roles[role]][part].pseudo_condition_number
-        fields["papers_bound_log10"] = Factors(kappa, diagnosis.kappa_p, group.lambdas[at]).log10
-        bound = None if task.biases else log10_kappa_bound(head, blocks, convention=task.convention)
+        fields["papers_bound_log10"] = SurrogateFactors(kappa, diagnosis.kappa_p, group.lambdas[at]).log10
+        bound = None if task.biases else log10_kappa_bound(head, factors, convention=task.convention)
         fields["bound_log10"] = bound
     return fields
 
@@ -498,8 +509,8 @@ def _through_output(captured: CapturedAttention, task: MeasureSettings, pace: _P
     found: list[JacobianSpectrum] = []
     try:
         for samples in chosen:
-            form = output_form(captured, samples, task.biases)
-            found += form_spectra([form], method=task.method, memory_limit=task.memory_limit, admit=admit)
+            operator = output_operator(captured, samples, task.biases)
+            found += operator_spectra([operator], method=task.method, memory_limit=task.memory_limit, admit=admit)
     except NUMERICAL as error:
         return {"output_samples": _both([]), "output_problem": str(error).splitlines()[0]}
     return {"with_output": found[0], "output_samples": _both(found)}

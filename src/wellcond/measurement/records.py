@@ -15,8 +15,8 @@ import torch
 from wellcond.errors import ReportError, WellcondError, needs_extra
 from wellcond.files import to_json
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
-from wellcond.jacobian.layer import union_condition_number
-from wellcond.linalg.records import Convention, JacobianSpectrum, Spectrum, restore, show_kappas
+from wellcond.jacobian.records import Convention, JacobianSpectrum, union_condition_number
+from wellcond.linalg.records import Spectrum, restore, show_kappas
 
 SCHEMA = 1
 Kappa = Literal["strict", "pseudo"]

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from wellcond.arguments import check_flag, check_int
 from wellcond.attention.sharding import unwrap
-from wellcond.errors import check_choice
+from wellcond.errors import ReportError, check_choice
 from wellcond.files import read_regular, to_json, write_atomically
-from wellcond.jacobian.select import METHODS
-from wellcond.linalg.records import Convention, restore
-from wellcond.measurement.records import Combine, Grouped, HeadReport, Kappa, ReportError
+from wellcond.jacobian.problem import METHODS
+from wellcond.jacobian.records import Convention
+from wellcond.linalg.records import restore
+from wellcond.measurement.records import Combine, Grouped, HeadReport, Kappa
 from wellcond.version import __version__
 
 SCHEMA = 1

@@ -18,8 +18,9 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import any_distributed, reshard_, unwrap
 from wellcond.errors import WellcondError
 from wellcond.files import json_ready, to_json
-from wellcond.jacobian.select import show_seconds
-from wellcond.linalg.records import Convention, show_kappas
+from wellcond.jacobian.problem import show_seconds
+from wellcond.jacobian.records import Convention
+from wellcond.linalg.records import show_kappas
 from wellcond.measurement.budget import (
     Allowance,
     Heads,

@@ -11,9 +11,10 @@ import wellcond as wc
 import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
 from wellcond.attention.layout import fused_site
 from wellcond.attention.site import Place
+from wellcond.errors import ModelSpecError
 from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.capture.forms import captured_form
-from wellcond.lab.models.build import ModelSpecError, build_model
+from wellcond.jacobian.select import select_operator
+from wellcond.lab.models.build import build_model
 from wellcond.lab.models.changes import remove_norms_
 
 SMALL = {"vocab_size": 40, "length": 12, "layers": 2, "width": 16, "heads": 2, "feed_forward": 24}
@@ -248,7 +249,7 @@ def test_measured_jacobian_is_autograds(padded):
         assert found.sigma_max == pytest.approx(float(sigma[0]), rel=1e-9)
         assert found.condition_number == pytest.approx(float(sigma[0] / sigma[-1]), rel=1e-5)
     site = wc.find_attention(model)[1]
-    form = captured_form(capture_attention(model, batch, sites=[site])[0], 0)
+    form = select_operator(capture_attention(model, batch, sites=[site])[0], 0)
     assert form.how == "structured: plain softmax"
 
 

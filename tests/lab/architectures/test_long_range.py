@@ -7,7 +7,8 @@ from scipy.special import erf, softmax
 
 import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
 from wellcond import condition_, find_attention, fold_, init_
-from wellcond.lab.models.build import ModelSpecError, build_model
+from wellcond.errors import ModelSpecError
+from wellcond.lab.models.build import build_model
 
 NystromformerSelfAttention = pytest.importorskip(
     "transformers.models.nystromformer.modeling_nystromformer"

@@ -11,9 +11,8 @@ from PIL import Image
 
 from lab.cluster.two_machines import Cluster, compare_command, finish, start
 from lab.small import small_job
-from wellcond.cli.app import OptionError
 from wellcond.cli.experiments import compare as compare_command_line
-from wellcond.errors import MissingExtraError, WellcondError
+from wellcond.errors import MissingExtraError, OptionError, WellcondError
 from wellcond.lab.cluster import RaySettings, connected, worker_environment
 
 pytestmark = pytest.mark.processes

@@ -5,9 +5,10 @@ import shutil
 import pytest
 
 from lab.small import assert_same_run, small_job, stop_after
+from wellcond.errors import FolderInUse, RunError
 from wellcond.lab.cluster import Home, pack, unpack
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import FolderInUse, RunError, RunFolder
+from wellcond.lab.train.run_folder import RunFolder
 
 
 def files_of(folder):

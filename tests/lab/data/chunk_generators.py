@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from wellcond.lab.data import DataError, GeneratorOptions, TensorDataset
+from wellcond.errors import DataError
+from wellcond.lab.data import GeneratorOptions, TensorDataset
 
 
 class CountingOptions(GeneratorOptions):

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from wellcond.lab.data import DataError, load_data, resolve_config
+from wellcond.errors import DataError
+from wellcond.lab.data import load_data, resolve_config
 
 
 def load(base=None, **fields):

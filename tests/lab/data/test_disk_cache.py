@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wellcond.lab.data import DataError
+from wellcond.errors import DataError
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.disk import cache_root, cached_folder
 

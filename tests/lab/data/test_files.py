@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lab.data.helpers import failure, load, write_csv, write_features, write_jsonl, write_parquet
-from wellcond.lab.data import DataError, fingerprint
+from wellcond.errors import DataError
+from wellcond.lab.data import fingerprint
 
 pytest.importorskip("datasets")
 

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from lab.data.chunk_generators import CountingOptions, DistinctOptions, counting
 from lab.data.helpers import failure
 from patience import PATIENCE, wait_until
-from wellcond.errors import WellcondError
-from wellcond.lab.data import DataError, fingerprint, generated, load_data, resolve_config
+from wellcond.errors import DataError, WellcondError
+from wellcond.lab.data import fingerprint, generated, load_data, resolve_config
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.generated import GENERATORS
 

@@ -3,7 +3,8 @@ import pickle
 import pytest
 
 from lab.data.helpers import failure, load
-from wellcond.lab.data import DataError, fingerprint
+from wellcond.errors import DataError
+from wellcond.lab.data import fingerprint
 
 CLASSES = ("cat", "ant", "dog")
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from wellcond.lab.data import DataError, TensorDataset, as_tensor_images, to_channels
+from wellcond.errors import DataError
+from wellcond.lab.data import TensorDataset, as_tensor_images, to_channels
 from wellcond.lab.data import images as images_of_data
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.images import decode_image

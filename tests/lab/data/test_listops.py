@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from lab.data.helpers import failure, load
-from wellcond.lab.data.base import DataError
+from wellcond.errors import DataError
 from wellcond.lab.data.listops import SYMBOLS, ListOpsOptions, evaluate, length_distribution, listops
 
 MIRROR = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[3] / "../shared/data")

@@ -11,7 +11,7 @@ from scipy import ndimage
 from scipy.spatial.distance import cdist
 
 from lab.data.helpers import failure, load
-from wellcond.lab.data import DataError
+from wellcond.errors import DataError
 from wellcond.lab.data.pathfinder import (
     PADDLE_LENGTH,
     PADDLE_MARGIN,

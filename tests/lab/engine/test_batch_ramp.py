@@ -3,7 +3,7 @@
 import pytest
 
 from lab.small import assert_same_run, record, small_job, small_recipe, stop_after
-from wellcond.lab.settings import RecipeError
+from wellcond.errors import RecipeError
 from wellcond.lab.train.length import ramped_parts
 from wellcond.lab.train.run import run_job
 

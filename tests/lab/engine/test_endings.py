@@ -11,15 +11,13 @@ import torch
 from PIL import Image
 
 from lab.small import TESTED, logs, record, small_job, stop_after
-from wellcond.errors import UnsupportedLayoutError
-from wellcond.lab.settings import RecipeError
+from wellcond.errors import RecipeError, RunError, UnsupportedLayoutError
 from wellcond.lab.train import prepare
 from wellcond.lab.train.compare import run_comparison
 from wellcond.lab.train.engine import Engine
 from wellcond.lab.train.length import RunClock
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunError
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(tmp_path, monkeypatch):

@@ -19,12 +19,11 @@ from lab.small import (
     train_command,
 )
 from wellcond.cli.main import main
-from wellcond.lab.settings import RecipeError
+from wellcond.errors import RecipeError, RunError
 from wellcond.lab.train import evaluate
 from wellcond.lab.train.engine import Engine
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunError
 
 AVERAGED = "training.averaging={decay: 0.5}"
 BESIDE = "training.averaging={decay: 0.5, evaluate: false}"

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from lab.small import small_job
+from wellcond.errors import RunError
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunError
 
 # 65 tokens of a head with 48 dimensions: a Jacobian of 3120 rows, which is expected to take half a minute.
 LARGE = "model.arguments={img_size: 8, patch_size: 1, embed_dim: 48, depth: 1, num_heads: 1, mlp_ratio: 1.0}"

@@ -7,9 +7,9 @@ import pytest
 
 from lab.held_runs import HELD
 from lab.small import assert_same_run, kill_at_write, last_weights, record, small_job, stop_after, train_command
+from wellcond.errors import RunError
 from wellcond.lab.train.compare import run_comparison
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunError
 
 pytestmark = pytest.mark.processes
 

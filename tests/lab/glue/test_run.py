@@ -12,11 +12,9 @@ from lab.data.helpers import write_csv
 from lab.glue.helpers import edit_record, pretrain, write_glue
 from lab.small import assert_same_run, stop_after
 from wellcond.conditioning.weights import load_weights
-from wellcond.errors import WellcondError
-from wellcond.lab.data import DataError
+from wellcond.errors import DataError, RecipeError, RunError, WellcondError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tokenizers import read_tokenizer
 from wellcond.lab.train import glue
 from wellcond.lab.train.checkpoint import last_checkpoint
@@ -24,7 +22,6 @@ from wellcond.lab.train.compare import run_comparison
 from wellcond.lab.train.glue import plan_glue, read_pretrained
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunError
 
 
 def quiet(job, event):

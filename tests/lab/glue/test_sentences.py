@@ -5,8 +5,8 @@ import torch
 
 from lab.glue.helpers import WORDS
 from lab.helpers import ListSplit
+from wellcond.errors import RecipeError
 from wellcond.lab.data.base import progress_to
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.glue import Sentences, with_marks
 from wellcond.lab.tokenizers import ByteTokenizer, import_tokenizers, tokenizer_of
 

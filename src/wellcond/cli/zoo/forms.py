@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
 from wellcond.attention.evaluation import Arguments
 from wellcond.attention.plain_copy import plain_copy
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention, why_site_is_not_plain
-from wellcond.jacobian.capture.forms import captured_form
+from wellcond.jacobian.select import select_operator
 
 NUM_TOKENS, NUM_KEYS, WIDTH = 6, 5, 40
 MAX_PARAMETERS = 30_000_000
@@ -69,7 +70,7 @@ def is_structured(forms: str) -> bool:
 def captured_forms(captured: Iterable[CapturedAttention]) -> str:
     """The same of attentions that were captured in a forward pass of their model."""
     reached = [one for one in captured if one.call is not None]
-    return "; ".join(dict.fromkeys(shorten(captured_form(one, 0).how) for one in reached))
+    return "; ".join(dict.fromkeys(shorten(select_operator(one, 0).how) for one in reached))
 
 
 def try_form(site: AttentionSite) -> str:
@@ -82,7 +83,7 @@ def try_form(site: AttentionSite) -> str:
         for arguments in calls(copied):
             try:
                 [captured] = capture_sites(copied.module, arguments, [copied])
-                how = captured_form(captured, 0).how
+                how = select_operator(captured, 0).how
             except Exception:  # an arbitrary module, called as its signature suggests: the next call may be right
                 continue
             if how.startswith(STRUCTURED):

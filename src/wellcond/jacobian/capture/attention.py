@@ -65,7 +65,7 @@ class CapturedAttention:
         A query that may attend to nothing (padding under a causal mask) is left out: rows are then fewer than N.
 
         Raises:
-            NotPlainError: the attention is not plain; use `wellcond.jacobian.generic.head.GenericHead`.
+            NotPlainError: the attention is not plain; use `wellcond.jacobian.module.ModuleJacobian`.
             IndexError: no such head or sample.
             ValueError: no query may attend to anything.
             WeightError: NaN or infinite numbers; weights that changed since the capture.
@@ -148,7 +148,7 @@ class CapturedAttention:
         if not self.is_plain:
             raise NotPlainError(
                 f"{self.site.name or 'the attention'} is not plain softmax attention: {self.why_not_plain}. "
-                "Use wellcond.jacobian.generic.head.GenericHead, which runs the module itself"
+                "Use wellcond.jacobian.module.ModuleJacobian, which runs the module itself"
             )
         if not 0 <= kv_head < self.site.num_kv_heads:
             count = self.site.num_kv_heads

@@ -5,9 +5,9 @@ from wellcond.errors import needs_extra
 with needs_extra("pydantic", "train"):
     import pydantic  # noqa: F401  (every file of this package needs it)
 
+from wellcond.errors import DataError
 from wellcond.lab.data.base import (
     Data,
-    DataError,
     SourceConfig,
     TensorDataset,
     fingerprint,

@@ -11,7 +11,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, DataError, SourceConfig, register_source, report_progress
+from wellcond.errors import DataError
+from wellcond.lab.data.base import Data, SourceConfig, register_source, report_progress
 from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.seeding import generator
 

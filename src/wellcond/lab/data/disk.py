@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from wellcond.errors import needs_extra
-from wellcond.lab.data.base import DataError, listed, report_progress
+from wellcond.errors import DataError, needs_extra
+from wellcond.lab.data.base import listed, report_progress
 
 MIRROR_VARIABLE = "WELLCOND_DATA"
 

@@ -17,11 +17,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from wellcond.errors import needs_extra
+from wellcond.errors import DataError, needs_extra
 from wellcond.files import read_regular
 from wellcond.lab.data.base import (
     Data,
-    DataError,
     Dataset,
     SourceConfig,
     TensorDataset,

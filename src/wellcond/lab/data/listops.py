@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from wellcond.lab.data.base import DataError, TensorDataset
+from wellcond.errors import DataError
+from wellcond.lab.data.base import TensorDataset
 from wellcond.lab.data.generated import GeneratorOptions, register_generator
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {

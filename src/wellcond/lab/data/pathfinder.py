@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from wellcond.lab.data.base import DataError, TensorDataset
+from wellcond.errors import DataError
+from wellcond.lab.data.base import TensorDataset
 from wellcond.lab.data.generated import GeneratorOptions, register_generator
 
 # The published values; lengths are in pixels.

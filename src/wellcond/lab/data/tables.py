@@ -22,8 +22,8 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from wellcond.errors import WellcondError
-from wellcond.lab.data.base import Data, DataError, SourceConfig, draw_fraction, draw_subset, listed, register_source
+from wellcond.errors import DataError, WellcondError
+from wellcond.lab.data.base import Data, SourceConfig, draw_fraction, draw_subset, listed, register_source
 from wellcond.lab.data.disk import contents, find_files, find_in_mirror, import_datasets, in_a_mirror
 from wellcond.lab.data.images import decode_image
 

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
+from wellcond.errors import DataError
 from wellcond.files import write_atomically
-from wellcond.lab.data.base import Data, DataError, Dataset, SourceConfig, register_source, report_progress
+from wellcond.lab.data.base import Data, Dataset, SourceConfig, register_source, report_progress
 from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, import_datasets
 from wellcond.lab.data.tables import NAME, TableDataset, find_splits, name_of, opened, require_split
 

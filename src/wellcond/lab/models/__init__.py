@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from wellcond.errors import MissingExtraError, check_choice, needs_extra
-from wellcond.lab.models.build import ModelSpecError
+from wellcond.errors import MissingExtraError, ModelSpecError, check_choice, needs_extra
 
 if TYPE_CHECKING:
     from torch import nn

@@ -147,7 +147,7 @@ def build_model(
     if is_local_code(spec) and not local_code:
         raise ModelSpecError(TRUST_NEEDED.format(spec))
     check_model(spec, arguments)
-    from wellcond.lab.models.memory_guard import ModelTooLargeError
+    from wellcond.errors import ModelTooLargeError
 
     try:
         return _build_within_memory(spec, arguments, auto_class, on_meta)
@@ -165,7 +165,8 @@ def _build_within_memory(spec: str, arguments: dict[str, Any], auto_class: str |
     """Build a model; a large one is first built on the meta device, to see whether it fits."""
     import torch
 
-    from wellcond.lab.models.memory_guard import LargeModel, MemoryGuard, ModelTooLargeError, check_fits
+    from wellcond.errors import ModelTooLargeError
+    from wellcond.lab.models.memory_guard import LargeModel, MemoryGuard, check_fits
 
     if is_local_code(spec):  # run once, since it may do anything
         with MemoryGuard():

@@ -16,10 +16,10 @@ from wellcond.attention.blocks import Matrix, block_matrices, elements_around, f
 from wellcond.attention.find import find_attention
 from wellcond.attention.layout import out_features
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import WellcondError
+from wellcond.errors import RecipeError, WellcondError
 from wellcond.init.tokens import find_embeddings, find_positions
 from wellcond.lab.models.head_norm import add_head_norm_
-from wellcond.lab.settings import RecipeError, Settings
+from wellcond.lab.settings import Settings
 
 Norms = Literal["keep", "without_block_norms", "without_attention_norm"]
 

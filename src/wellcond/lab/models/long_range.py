@@ -11,6 +11,7 @@ from torch.nn.functional import softmax
 from transformers import NystromformerConfig
 from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 
+import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
 from wellcond.attention.families.transformers import nystromformer
 from wellcond.attention.find import register_adapter
 from wellcond.lab.settings import Settings

@@ -17,10 +17,9 @@ from wellcond.conditioning.apply import fold_, recondition_
 from wellcond.conditioning.checkpoint import MARKER
 from wellcond.conditioning.methods import make_method
 from wellcond.conditioning.weights import conditioning_in, load_state, read_state_dict
-from wellcond.errors import NumericalWarning
+from wellcond.errors import NumericalWarning, RecipeError
 from wellcond.init.selection import exclusion
 from wellcond.lab.models.build import build_model
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.checkpoint import read_finished_run
 
 if TYPE_CHECKING:

@@ -1,1 +1,5 @@
-"""The Jacobian of Nystrom attention in closed form."""
+"""Nystrom attention: importing this registers the structured operator of its heads with `wellcond.jacobian.select`."""
+
+from wellcond.lab.nystrom.operator import NystromJacobian
+
+__all__ = ["NystromJacobian"]

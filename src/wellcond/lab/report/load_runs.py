@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json, read_packed, setting_differences
+from wellcond.errors import RunRecordError
+from wellcond.lab.report.records import Metric, Run, read_json, read_packed, setting_differences
 from wellcond.lab.report.table import number
 from wellcond.lab.run_records import checksum
 

@@ -15,13 +15,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from wellcond.errors import RunRecordError
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.report import records
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.load_runs import MARK, Comparison, load_comparisons
 from wellcond.lab.report.page import gather, render_markdown
-from wellcond.lab.report.records import Rows, Run, RunRecordError, leaves_of, nested, read_json
+from wellcond.lab.report.records import Rows, Run, leaves_of, nested, read_json
 from wellcond.lab.report.statistics import summarise_logs
 from wellcond.lab.report.table import finite_mean, number, table_markdown
 from wellcond.lab.report.tuning import NAME as TUNING_FILE

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from wellcond.errors import RunRecordError
 from wellcond.lab.report.figures import HIGH, LOW, MEAN, Figure, Panel, Row
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.records import Metric, RunRecordError, read_json
+from wellcond.lab.report.records import Metric, read_json
 from wellcond.lab.report.table import MISSING, Cell, Table, number
 
 NAME, KIND = "tuning.json", "wellcond-tuning"

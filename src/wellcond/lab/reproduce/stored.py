@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from wellcond.errors import RunRecordError
 from wellcond.lab.report.analysis import Analysis, analyse, step_ratios
 from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.records import Metric, RunRecordError, setting_differences
+from wellcond.lab.report.records import Metric, setting_differences
 from wellcond.lab.report.table import number, show_seeds
 from wellcond.lab.reproduce.catalogue import AtScale, Entry, Row, Source, catalogue
 

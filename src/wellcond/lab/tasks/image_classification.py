@@ -14,11 +14,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from wellcond.errors import needs_extra
+from wellcond.errors import RecipeError, needs_extra
 from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.images import as_tensor_images, place_of, to_channels
 from wellcond.lab.seeding import derive, generator
-from wellcond.lab.settings import ImageSide, RecipeError, Settings
+from wellcond.lab.settings import ImageSide, Settings
 from wellcond.lab.tasks.base import (
     EVALUATION,
     AugmentationSettings,

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from wellcond.attention.effective import is_conditioned
 from wellcond.attention.sharding import is_sharded, unwrap
 from wellcond.conditioning.apply import folded
+from wellcond.errors import RecipeError
 from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.text import TokenStream, open_token_stream
 from wellcond.lab.seeding import derive
-from wellcond.lab.settings import RecipeError, SequenceLength, Settings
+from wellcond.lab.settings import SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     EVALUATION,
     IGNORED,

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wellcond.errors import RecipeError
 from wellcond.lab.data.base import Dataset, report_progress
 from wellcond.lab.data.images import BYTE_LIMIT, as_tensor_images
 from wellcond.lab.data.text import text_columns
-from wellcond.lab.settings import ImageSide, RecipeError, SequenceLength, Settings
+from wellcond.lab.settings import ImageSide, SequenceLength, Settings
 from wellcond.lab.tasks.base import Batch, ClassificationTask, Keys, Samples, TaskContext, register_task
 
 PADDING = 0  # which models do not attend to; every other token is shifted by one to make room for it

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from wellcond.errors import WellcondError
+from wellcond.errors import RecipeError, WellcondError
 from wellcond.lab.seeding import epoch_order
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, Samples
 from wellcond.lab.train.length import STOP_SIGNALS, leave_to_parent, starting_processes
 

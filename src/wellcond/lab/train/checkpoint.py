@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.sharding import box_of, is_distributed, like, local_part, unwrap
+from wellcond.errors import RecipeError, RunError
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.run_records import find_change, seal
-from wellcond.lab.settings import RecipeError
-from wellcond.lab.train.run_folder import RunError, RunFolder, writing
+from wellcond.lab.train.run_folder import RunFolder, writing
 
 NAME = re.compile(r"step-(\d{8,})")
 OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}\.partial")

@@ -14,19 +14,25 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellcond.errors import AttentionNotFoundError, FairnessWarning, MissingExtraError, WellcondError
-from wellcond.lab.data.base import DataError
+from wellcond.errors import (
+    AttentionNotFoundError,
+    DataError,
+    FairnessWarning,
+    MissingExtraError,
+    ModelSpecError,
+    ModelTooLargeError,
+    RecipeError,
+    RunError,
+    WellcondError,
+)
 from wellcond.lab.fair import settle_methods
 from wellcond.lab.methods import MethodSettings, check_distinct
-from wellcond.lab.models.build import ModelSpecError
-from wellcond.lab.models.memory_guard import ModelTooLargeError
 from wellcond.lab.recipe import Recipe, config_hash, override_recipe
 from wellcond.lab.run_records import SCHEMA
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag, leave_to_parent, starting_processes
 from wellcond.lab.train.run import Job, complete_record, describe_change, run_job
-from wellcond.lab.train.run_folder import RunError, RunFolder, read_sealed, write_sealed, writing
+from wellcond.lab.train.run_folder import RunFolder, read_sealed, write_sealed, writing
 
 if TYPE_CHECKING:
     from wellcond.lab.cluster import RaySettings

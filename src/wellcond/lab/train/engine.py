@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import is_sharded, reshard_, unwrap, whole
 from wellcond.attention.site import AttentionSite
+from wellcond.errors import RecipeError
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive, seed_device
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Batch
 from wellcond.lab.train import checkpoint, evaluate
 from wellcond.lab.train.batches import UpdatePlan, fetch_batches

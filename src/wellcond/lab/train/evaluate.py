@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import reshard_, unwrap
+from wellcond.errors import RecipeError
 from wellcond.integrations.common import Summaries, summarise
-from wellcond.jacobian.select import show_seconds
+from wellcond.jacobian.problem import show_seconds
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Samples, evaluating
 from wellcond.lab.train.batches import evaluation_parts, fetch_batches
 from wellcond.lab.train.checkpoint import model_tensors

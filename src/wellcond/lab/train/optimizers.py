@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from wellcond.attention.blocks import POSITIONS, block_matrices
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import is_distributed
-from wellcond.errors import WellcondError
-from wellcond.lab.settings import Fraction, Interval, RecipeError, Settings, choose_by_name
+from wellcond.errors import RecipeError, WellcondError
+from wellcond.lab.settings import Fraction, Interval, Settings, choose_by_name
 
 # Schedules
 

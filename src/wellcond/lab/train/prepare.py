@@ -12,15 +12,14 @@ import torch
 from torch import nn
 
 from wellcond.conditioning.weights import load_weights
-from wellcond.errors import needs_extra
+from wellcond.errors import ModelSpecError, RecipeError, needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.build import ModelSpecError, build_model, is_local_code
+from wellcond.lab.models.build import build_model, is_local_code
 from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, remove_norms_, scale_true_
 from wellcond.lab.models.trained import load_encoder
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, evaluating
 
 

@@ -17,18 +17,17 @@ from typing import Any
 import torch
 
 from wellcond.attention.find import find_attention
-from wellcond.errors import DEBUG_VARIABLE, WellcondError
+from wellcond.errors import DEBUG_VARIABLE, RecipeError, RunError, WellcondError
 from wellcond.lab.data.base import fingerprint
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import TRUST_NEEDED, is_local_code
 from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
 from wellcond.lab.run_records import COMPLETE, SCHEMA
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
 from wellcond.lab.train.engine import Engine, Event, Observer
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory
 from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_task
-from wellcond.lab.train.run_folder import RunError, RunFolder
+from wellcond.lab.train.run_folder import RunFolder
 from wellcond.version import __version__
 
 

@@ -12,9 +12,10 @@ import torch
 from pydantic import NonNegativeInt
 from torch import Tensor, nn
 
+from wellcond.errors import RecipeError
 from wellcond.lab.data.images import import_pil
 from wellcond.lab.seeding import derive
-from wellcond.lab.settings import RecipeError, Settings
+from wellcond.lab.settings import Settings
 from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Metric, TaskContext, evaluating, register_task
 from wellcond.lab.tasks.detection.samples import (
     DetectionAugmentation,

@@ -16,7 +16,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, DataError, SourceConfig, draw_subset, listed, register_source
+from wellcond.errors import DataError
+from wellcond.lab.data.base import Data, SourceConfig, draw_subset, listed, register_source
 from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, read_image, to_channels
 from wellcond.lab.run_lengths import read_counts

@@ -4,13 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import wellcond.jacobian.select as select_module
-from jacobian.test_normalised import angles, check_form, head_function, normals, numerical_rank, rope
+import wellcond.jacobian.problem as limits
+from jacobian.operators import as_they_are, causal, check_head, evaluated, mapped_head, normals, numerical_rank
+from jacobian.test_rowwise import angles, head_function, rope
 from wellcond.jacobian.head import Head
-from wellcond.jacobian.maps import TokenMap, chain, eye_like, identity_map, rms_norm, rotary
-from wellcond.jacobian.normalised import NormalisedHead, Softmax, mapped_head
-from wellcond.jacobian.select import choose_method
-from wellcond.jacobian.spectrum import form_spectrum
+from wellcond.jacobian.problem import Problem
+from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead
+from wellcond.jacobian.solve import choose
+from wellcond.jacobian.spectrum import operator_spectrum
 
 F64 = torch.float64
 LAYOUTS = ["half", "interleaved"]
@@ -25,15 +26,15 @@ def head_of(d, *, g=1, seed=0, n=N, **biases):
 
 
 def turned(table, layout):
-    return lambda rows: rotary(rows, *table, layout=layout)
+    return lambda rows: rope(rows, *table, layout)
 
 
 def check_rank(form, function, parameters, lost):
     """The rank is that of autograd, and `lost` less than the numbers that the tokens see."""
-    sigma = check_form(form, function, parameters)
+    sigma = check_head(form, function, parameters)
     head, biased = form.head, form.biases
     seen = (head.num_query_heads + 1) * head.head_dim * (D + biased) + DV * (D + biased)
-    assert form.structure().max_rank == seen - lost < form.num_outputs
+    assert form.rank_bound().rank == seen - lost < form.shape[0]
     assert numerical_rank(sigma) == seen - lost
 
 
@@ -89,29 +90,23 @@ def test_biases_that_are_parameters_keep_it(width, lost):
 def test_norm_and_rotation_leave_the_rotations_of_each_plane(weight, lost):
     """Qwen3: one direction for each plane while the weight of the norm is constant, as it is at first; none later."""
     head, table, weight = head_of(4), angles(N, 4, "half"), torch.tensor(weight, dtype=F64)
-    norm = lambda rows: rms_norm(rows, weight=weight, eps=0.1)  # noqa: E731
     naive = lambda t: rope(F.rms_norm(t, (4,), weight, eps=0.1), *table, "half")  # noqa: E731
-    check_rank(mapped_head(head, chain(norm, turned(table, "half"))), *head_function(head, naive, naive), lost)
+    check_rank(mapped_head(head, naive), *head_function(head, naive, naive), lost)
 
 
-def softmax_of(head, query, key, cap, sink):
+def capped_softmax(head, query, key, cap, sink):
     """Probabilities and slopes of logits c tanh(s q.k / c), with a sink."""
-    logits = head.scale * query.value.flatten(0, 1) @ key.value.T
+    logits = head.scale * query.value @ key.value.T
     capped = cap * (logits / cap).tanh() + causal(len(key.value))
     everything = torch.cat([capped, capped.new_full((len(capped), 1), sink)], 1)
     slope = head.scale * (1 - (logits / cap).tanh().square())
-    values = head.values()
-    return Softmax(everything.softmax(-1), slope, TokenMap(values, eye_like(values).expand(len(values), -1, -1)))
-
-
-def causal(n):
-    return torch.zeros(n, n, dtype=F64).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+    return RowSoftmax(everything.softmax(-1), slope, as_they_are(head.values()))
 
 
 def test_soft_cap_is_a_factor_on_the_logits_and_a_sink_a_key_without_value():
     head, table, cap, sink = head_of(4, n=9), angles(9, 4, "half"), 0.8, 0.3
-    query, key = (turned(table, "half")(rows) for rows in (head.queries(), head.keys()))
-    form = NormalisedHead(head, query, key, softmax=softmax_of(head, query, key, cap, sink))
+    query, key = (evaluated(turned(table, "half"), rows) for rows in (head.queries()[0], head.keys()))
+    form = RowwiseHead(head, query, key, capped_softmax(head, query, key, cap, sink))
 
     def function(w_q, w_k, w_v):
         q, k = (rope(head.x @ w.T, *table, "half") for w in (w_q[0], w_k))
@@ -119,7 +114,7 @@ def test_soft_cap_is_a_factor_on_the_logits_and_a_sink_a_key_without_value():
         p = torch.cat([logits, logits.new_full((9, 1), sink)], 1).softmax(-1)
         return (p[:, :-1] @ (head.x @ w_v.T))[None]
 
-    check_form(form, function, (head.query_weights, head.w_k, head.w_v))
+    check_head(form, function, (head.query_weights, head.w_k, head.w_v))
 
 
 def test_identity_is_the_rotation_by_nothing():
@@ -127,9 +122,9 @@ def test_identity_is_the_rotation_by_nothing():
     head = head_of(4)
     none = angles(N, 4, "half")
     still = torch.ones_like(none[0]), torch.zeros_like(none[1])
-    plain, form = mapped_head(head, identity_map), mapped_head(head, turned(still, "half"))
-    assert form.structure().max_rank == plain.structure().max_rank
-    torch.testing.assert_close(form.output_gram(), plain.output_gram())
+    plain, form = mapped_head(head, lambda rows: rows), mapped_head(head, turned(still, "half"))
+    assert form.rank_bound().rank == plain.rank_bound().rank
+    torch.testing.assert_close(form.gram().matrix(), plain.gram().matrix())
 
 
 def test_both_ends_of_a_causal_rotary_head_by_a_float32_factor(monkeypatch):
@@ -138,10 +133,10 @@ def test_both_ends_of_a_causal_rotary_head_by_a_float32_factor(monkeypatch):
     normal, table = normals(3), angles(n, d, "half")
     x, weights = normal(n, width), (0.05 * normal(d, width) for _ in range(3))
     form = mapped_head(Head(x, *weights, d**-0.5, mask=causal(n)), turned(table, "half"))
-    everything = form_spectrum(form, method="gram")
-    monkeypatch.setattr(select_module, "LARGEST_FULL_SVD", 1000)
-    assert choose_method(form, form.structure()).route == "proved ends"
-    factorised, proved = form_spectrum(form, method="cholesky"), form_spectrum(form)
+    everything = operator_spectrum(form, method="gram")
+    monkeypatch.setattr(limits, "LARGEST_FULL_SVD", 1000)
+    assert choose(Problem(form)).solver.name == "proved ends"
+    factorised, proved = operator_spectrum(form, method="cholesky"), operator_spectrum(form)
     for found, word in ((factorised, "float32 factor"), (proved, "proved by a factorisation")):
         assert found.status == everything.status == "exact" and word in found.reason
         assert found.rank == everything.rank == n * d

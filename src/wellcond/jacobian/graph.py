@@ -13,15 +13,11 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
 from wellcond.attention.record import ROLES
-from wellcond.jacobian.generic.head import GenericHead
+from wellcond.jacobian.module import ModuleJacobian
+from wellcond.private import product_operands, softmax_result, view_base
 
 LINEAR, CONVOLUTIONS = (F.linear, torch.addmm), (F.conv1d, F.conv2d)
 PLAIN = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-# Operands of a product in its node, and which of the node's inputs they are.
-PRODUCTS = {
-    "BmmBackward0": ("_saved_self", "_saved_mat2", 0), "MmBackward0": ("_saved_self", "_saved_mat2", 0),
-    "BaddbmmBackward0": ("_saved_batch1", "_saved_batch2", 1),
-}  # fmt: skip
 BATCH_BYTES = 2**25
 
 
@@ -38,14 +34,14 @@ class Cut:
     axis: int
 
     def pull(self, edge: GradientEdge, cotangent: Tensor) -> Tensor:
-        """Cotangents of the output, (T, out), of those of something computed from it."""
+        """The VJP from `edge` to the output of this projection, (T, out)."""
         (found,) = torch.autograd.grad(
             edge, self.leaf, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True
         )
         return found.movedim(self.axis, -1).reshape(len(self.tokens), -1)
 
     def pull_many(self, edge: GradientEdge, cotangents: Tensor) -> Iterator[Tensor]:
-        """The same of several cotangents, together where the operations allow it."""
+        """VJPs of several cotangents, batched where the operations allow it."""
         together = max(1, BATCH_BYTES // (8 * self.leaf.numel()))
         for some in cotangents.split(together):
             try:
@@ -86,7 +82,7 @@ class CutProjections(TorchFunctionMode):
 
 def _is_weight(value: Tensor, weight: Tensor) -> bool:
     """Whether this is a stored weight, or its transpose."""
-    return value is weight or (value._base is weight and weight.dim() == 2 and value.shape == weight.T.shape)
+    return value is weight or (view_base(value) is weight and weight.dim() == 2 and value.shape == weight.T.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,13 +114,12 @@ def reached(node: Node | None) -> dict[Node, None]:
 
 def _products(nodes: dict[Node, None]) -> Iterator[Product]:
     for node in nodes:
-        known = PRODUCTS.get(node.name().split("::")[-1])
+        known = product_operands(node)
         if known is None:
             continue
-        a, b, first = known
+        left, right, first = known
         edges = node.next_functions[first : first + 2]
         if all(parent is not None for parent, _ in edges):
-            left, right = (getattr(node, name) for name in (a, b))
             left, right = (t if t.dim() == 3 else t[None] for t in (left, right))
             yield Product(node, left, right, tuple(GradientEdge(p, at) for p, at in edges))  # type: ignore[arg-type]
 
@@ -132,26 +127,27 @@ def _products(nodes: dict[Node, None]) -> Iterator[Product]:
 class Trace:
     """The graph of one replayed call, cut behind the projections of Q, K and V."""
 
-    def __init__(self, generic: GenericHead) -> None:
+    def __init__(self, module: ModuleJacobian) -> None:
         """Run the copy once.
 
         Raises: NotTracedError if the graph has not the one softmax and the two products of an attention.
         """
-        self.generic, site = generic, generic.site
+        self.module, site = module, module.site
         slots = [site.by_role(role) for role in ROLES]
-        stored = [generic.stored(slot) for slot in slots]
+        stored = [module.stored(slot) for slot in slots]
         with torch.enable_grad(), CutProjections(stored) as watched:
-            self.heads = generic.run()
+            self.heads = module.run()
         if any(len(cuts) != 1 for cuts in watched.cuts.values()):
             raise NotTracedError("a projection is not called exactly once")
         self.cuts = [watched.cuts[id(weight)][0] for weight in stored]
         if self.heads.grad_fn is None:
             raise NotTracedError("no graph")
         every = reached(self.heads.grad_fn)
-        softmaxes = [node for node in every if "SoftmaxBackward" in node.name() and "Log" not in node.name()]
+        softmaxes = [(node, result) for node in every if (result := softmax_result(node)) is not None]
         if len(softmaxes) != 1:
             raise NotTracedError(f"{len(softmaxes)} softmaxes")
-        self.softmax = softmaxes[0]
+        self.softmax, p = softmaxes[0]
+        self.shape = p.shape
         below = reached(self.softmax)
         self.scores = _only(list(_products(below)), "scores")
         self.values = _only(
@@ -163,7 +159,6 @@ class Trace:
             "values",
         )
         B, n, m = *self.scores.left.shape[:2], self.scores.right.shape[2]
-        p = self.softmax._saved_result  # type: ignore[attr-defined]
         if p.numel() % (B * n) or self.values.left.shape != (B, n, m):
             raise NotTracedError("scores and probabilities differ in shape")
         self.p = p.detach().reshape(B, n, -1)
@@ -173,7 +168,7 @@ class Trace:
     def slopes(self) -> Tensor:
         """h'_rj, (B, n, m): what a change of a product of queries and keys does to its logit."""
         product = self.scores.node
-        shape = self.softmax._saved_result.shape  # type: ignore[attr-defined]
+        shape = self.shape
         # Rows of cotangents that sum to zero do not see what is subtracted from a whole row (its maximum).
         cotangent = self.p.new_ones(shape)
         cotangent[..., -1] = 1 - shape[-1]
@@ -191,14 +186,15 @@ class Trace:
     def positions_multiply_queries(self) -> bool:
         """Whether the logits depend on the queries by more than the product of scores."""
         cotangent = torch.randn(
-            self.softmax._saved_result.shape,  # type: ignore[attr-defined]
-            dtype=self.p.dtype, generator=torch.Generator().manual_seed(0),
-        )  # fmt: skip
+            self.shape,
+            dtype=self.p.dtype,
+            generator=torch.Generator().manual_seed(0),
+        )
         cotangent = cotangent - cotangent.mean(-1, keepdim=True)
         edge, product = self.logits, self.scores
         (of_product,) = torch.autograd.grad(edge, GradientEdge(product.node, 0), cotangent, retain_graph=True)
         by_product = of_product.reshape(*product.left.shape[:2], -1) @ product.right.detach().mT
-        rows = self.generic.site.by_role("query").rows.flatten()  # a fused projection makes keys and values as well
+        rows = self.module.site.by_role("query").rows.flatten()  # a fused projection makes keys and values as well
         own = self.cuts[0].pull(product.edges[0], by_product.reshape(product.left.shape))[:, rows]
         every = self.cuts[0].pull(edge, cotangent)[:, rows]
         return float((every - own).norm()) > 1e-10 * float(every.norm())

@@ -1,4 +1,4 @@
-r"""The row-wise form of an attention, read off the autograd graph of its own float64 copy (theory.md, section 5.4).
+r"""The row-wise operator of an attention, read off the autograd graph of its own float64 copy (theory.md, section 5.4).
 
     q_r, k_j, v_j        what the projections put out; here the graph is cut
     qhat_r = f_r(q_r)    left operand of the product of scores: norms, rotations, factors, clamps, in any order
@@ -10,7 +10,7 @@ Values, the Jacobians of f_r, f_j, g_r and the slopes h'_rj are taken from the g
 masks are those that the model used. Which token made which row is found by pulling back numbered rows: a row of a
 projection that feeds row i of an operand, and no other, receives i times what it receives from unnumbered rows.
 
-Nothing here is believed by itself: the form is compared with the module's own products by `captured_form`.
+Nothing here is believed by itself: the operator is compared with the module's own products by `select_operator`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from torch.autograd.graph import GradientEdge
 
 from wellcond.attention.record import ROLES
 from wellcond.attention.site import Slot
-from wellcond.jacobian.capture.graph import Cut, NotTracedError, Trace
-from wellcond.jacobian.form import AbstractForm
-from wellcond.jacobian.generic.head import GenericHead
+from wellcond.jacobian.graph import Cut, NotTracedError, Trace
 from wellcond.jacobian.head import Head
-from wellcond.jacobian.layer import MappedRows
-from wellcond.jacobian.maps import TokenMap
-from wellcond.jacobian.normalised import NormalisedHead, Softmax
+from wellcond.jacobian.module import ModuleJacobian
+from wellcond.jacobian.operator import MappedRows
+from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
 
 MOST_ENTRIES = 2**27  # of a derivative for every row, key and channel: 1 GiB
 NUMBERED = 1e-6  # how far a number that is read off a quotient may be from the rounded one, relative to it
@@ -82,9 +80,13 @@ def _pull_outputs(trace: Trace, columns: Tensor, cotangent: Tensor) -> Tensor:
     """Cotangents (B n, dv) of the product with the values, of those of some columns of what W_O reads."""
     spread = torch.zeros_like(trace.heads).index_copy(1, columns, cotangent)
     (found,) = torch.autograd.grad(
-        trace.heads, GradientEdge(trace.values.node, 0), spread,
-        retain_graph=True, allow_unused=True, materialize_grads=True,
-    )  # fmt: skip
+        trace.heads,
+        GradientEdge(trace.values.node, 0),
+        spread,
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
     return found.reshape(-1, trace.values.right.shape[2])
 
 
@@ -156,18 +158,18 @@ class _Transposed:
         return self.cut.pull_many(edge, cotangents.mT)
 
 
-def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
-    """The row-wise form of a generic head.
+def trace_rowwise(module: ModuleJacobian, *, biases: bool = False) -> RowwiseHead | MappedRows:
+    """The row-wise operator of a head that is known by its module.
 
     Raises: NotTracedError, with the reason, if its attention has none.
     """
-    trace = Trace(generic)
-    site, kv_head = generic.site, generic.kv_head
+    trace = Trace(module)
+    site, kv_head = module.site, module.kv_head
     query, key, value = (site.by_role(role) for role in ROLES)
-    group = range(site.num_heads)[generic.group]
+    group = range(site.num_heads)[module.group]
     of_q, of_k, of_v = trace.cuts
     n, m = trace.scores.left.shape[1], trace.scores.right.shape[2]
-    outputs = [output_rows(trace, columns) for columns in generic.columns]
+    outputs = [output_rows(trace, columns) for columns in module.columns]
     if len(outputs) != len(group):
         raise NotTracedError("heads are mixed before they leave the module")
     left, khat, vhat = trace.scores.left.detach(), trace.scores.right.detach().mT, trace.values.right.detach()
@@ -207,27 +209,33 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
     value_map = _memory_map(of_v, trace.values.edges[1], vhat, memory, value.rows[kv_head], transposed=False)
     x = of_q.tokens[q_tokens[0]]
     head = Head(
-        x, _rows(generic, query, group), _rows(generic, key, [kv_head])[0], _rows(generic, value, [kv_head])[0], 1.0,
+        x,
+        _rows(module, query, group),
+        _rows(module, key, [kv_head])[0],
+        _rows(module, value, [kv_head])[0],
+        1.0,
         y=None if torch.equal(x, y) else y,
-        **{name: _bias(slot, heads) for name, slot, heads in
-           (("b_q", query, list(group)), ("b_k", key, kv_head), ("b_v", value, kv_head))},
-    )  # fmt: skip
-    form: AbstractForm = NormalisedHead(
+        **{
+            name: _bias(slot, heads)
+            for name, slot, heads in (("b_q", query, list(group)), ("b_k", key, kv_head), ("b_v", value, kv_head))
+        },
+    )
+    operator = RowwiseHead(
         head,
-        TokenMap(torch.stack(query_values), torch.stack(query_jacobians), "numeric"),
-        TokenMap(*key_map, "numeric"),
-        biases,
-        softmax=Softmax(
+        TokenMap(torch.stack(query_values), torch.stack(query_jacobians)),
+        TokenMap(*key_map),
+        RowSoftmax(
             torch.cat(probabilities),
             torch.cat(slopes),
-            TokenMap(*value_map, "numeric"),
+            TokenMap(*value_map),
             memory.tokenless,
             None if torch.equal(y, z) else z,
             by_query,
         ),
+        biases,
     )
-    maps = output_maps(trace, generic.columns, outputs)
-    return form if maps is None else MappedRows(form, maps, generic.output().detach())
+    maps = output_maps(trace, module.columns, outputs)
+    return operator if maps is None else MappedRows(operator, maps, module.output().detach())
 
 
 def _by_query(trace: Trace, memory: MemoryRows, tokens: Tensor, slot_rows: Tensor) -> Tensor:
@@ -236,7 +244,7 @@ def _by_query(trace: Trace, memory: MemoryRows, tokens: Tensor, slot_rows: Tenso
         raise NotTracedError("positions multiply the queries, and not every key of a row is a token")
     if len(tokens) * len(memory.rows) * len(slot_rows) > MOST_ENTRIES:
         raise NotTracedError("positions multiply the queries of too many tokens")
-    shape = trace.softmax._saved_result.shape  # type: ignore[attr-defined]
+    shape = trace.shape
     found = trace.p.new_zeros(len(tokens), len(memory.rows), len(slot_rows))
     for at, column in enumerate((memory.rows % shape[-1]).tolist()):
         cotangent = trace.p.new_zeros(shape)
@@ -251,7 +259,7 @@ def _memory(trace: Trace, output: Tensor, kv_head: int) -> MemoryRows:
     n, m = trace.scores.left.shape[1], trace.scores.right.shape[2]
     batches = (output // n).unique()
     at = (batches[:, None] * m + torch.arange(m)).flatten()
-    site = trace.generic.site
+    site = trace.module.site
     cut_k, cut_v = trace.cuts[1:]
     khat, vhat = trace.scores.right.detach().mT, trace.values.right.detach()
     of_keys = _tokens_behind(_Transposed(cut_k), trace.scores.edges[1], khat, at, site.by_role("key").rows[kv_head])  # type: ignore[arg-type]
@@ -286,8 +294,8 @@ def _memory_map(
     return rows.flatten(0, 1)[memory.rows], torch.cat([found, zeros])
 
 
-def _rows(generic: GenericHead, slot: Slot, heads: Sequence[int]) -> Tensor:
-    return slot.as_matrix(generic.stored(slot).detach())[slot.rows[list(heads)]]
+def _rows(module: ModuleJacobian, slot: Slot, heads: Sequence[int]) -> Tensor:
+    return slot.as_matrix(module.stored(slot).detach())[slot.rows[list(heads)]]
 
 
 def _bias(slot: Slot, heads: Any) -> Tensor | None:

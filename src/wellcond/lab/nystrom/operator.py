@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wellcond.jacobian.capture.attention import CapturedAttention
-from wellcond.jacobian.diagnosis import AttentionStatistics, map_statistics
+from wellcond.jacobian.diagnosis import map_statistics
 from wellcond.jacobian.ends import make_triangle
-from wellcond.jacobian.form import ExplicitGram, Triangle
-from wellcond.lab.nystrom.coordinates import Moving, Reach
-from wellcond.lab.nystrom.head import NystromHead
+from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, TriangleHint
+from wellcond.jacobian.ranks import RankBound
+from wellcond.jacobian.select import ApproximatedMap, Candidate, Request, SelectedOperator, register_operator
+from wellcond.lab.nystrom.head import Moving, NystromHead, Reach
 from wellcond.linalg.spectrum import resolve_rank, row_space
-from wellcond.theory.ranks import Structure
 
 TOKENS_AT_A_TIME = 64
 MASKED = -1e9
@@ -27,18 +27,22 @@ LARGEST_MAP = 256  # rows of the exact attention map that are looked at
 
 
 @dataclass(frozen=True, eq=False)
-class NystromForm(ExplicitGram):
+class NystromJacobian(JacobianOperator):
     """One head on one sample."""
 
     head: NystromHead
     token_rtol: float | None = None
     """Singular values of the tokens up to this share of the largest count as zero; by default, rounding of float64."""
-    has_triangle: ClassVar[bool] = True
 
     @property
     def num_outputs(self) -> int:
         """N dv."""
         return self.head.v.numel()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N dv outputs, and the weights of the head."""
+        return self.num_outputs, (2 * self.head.w_q.shape[0] + self.head.w_v.shape[0]) * self.head.x.shape[1]
 
     @cached_property
     def span(self) -> Tensor:
@@ -59,26 +63,21 @@ class NystromForm(ExplicitGram):
     @cached_property
     def _values(self) -> tuple[Tensor, Tensor]:
         """U (N, N) and the singular values of T that are not zero, with J_V = T (x) I."""
-        t = self.head.linear_in_values(self.head.x @ self.span)
+        t = self._of_values
         left, sigma, _ = torch.linalg.svd(t)
         return left, sigma[: int(resolve_rank(sigma, tuple(t.shape)))]
 
-    @property
-    def gram_side(self) -> int:
-        """Side of the smaller Gram matrix."""
-        return self._num_values + min(self.reach.size, self.moving.size)
+    @cached_property
+    def _of_values(self) -> Tensor:
+        """T, in coordinates of the span of the tokens."""
+        return self.head.linear_in_values(self.head.x @ self.span)
 
     @property
     def _num_values(self) -> int:
         return len(self._values[1]) * self.head.v.shape[1]
 
-    @property
-    def table_entries(self) -> int:
-        """J_Q and J_K, what is left of them, and the same in the basis U."""
-        return self.num_outputs * (2 * self.span.shape[1] * self.head.w_q.shape[0] + 2 * self.moving.size)
-
-    def structure(self) -> Structure:
-        """Sizes, and the rank that such a Jacobian has unless its numbers are special."""
+    def rank_bound(self) -> RankBound:
+        """The rank that such a Jacobian has unless its numbers are special."""
         head, r = self.head, self.span.shape[1]
         per_token, width = 2 * head.w_q.shape[0] + head.w_v.shape[0], head.x.shape[1]
         rows, columns = self._num_values + self.reach.size, self._num_values + self.moving.size
@@ -93,7 +92,7 @@ class NystromForm(ExplicitGram):
             names += [f"weights that {head.num_landmarks} landmarks do not see: {unseen}"] if unseen else []
         elif rows < self.num_outputs:
             names += [f"outputs that {head.num_landmarks} landmarks cannot reach: {self.num_outputs - rows}"]
-        return Structure(self.num_outputs, per_token * width, r, r, min(rows, columns - idle), "; ".join(names))
+        return RankBound(min(rows, columns - idle), "; ".join(names), r)
 
     @cached_property
     def query_key_jacobian(self) -> Tensor:
@@ -112,11 +111,7 @@ class NystromForm(ExplicitGram):
         above = (left[:, : len(sigma)].T @ moved.flatten(1)).view(len(sigma) * dv, moved.shape[2])
         return sigma.repeat_interleave(dv), above, self.reach.rows_of(moved)
 
-    def triangle(self, tolerance: float) -> Triangle:
-        """Upper triangular, with the singular values of J; those of W_Q and W_K below the tolerance count as zero."""
-        return make_triangle(*self._split(), tolerance)
-
-    def explicit_jacobian(self) -> Tensor:
+    def as_matrix(self) -> Tensor:
         """J in the coordinates that are left, of rows and columns."""
         values, above, below = self._split()
         beside = torch.cat([torch.diag(values), below.new_zeros(len(below), len(values))])
@@ -127,31 +122,57 @@ class NystromForm(ExplicitGram):
         left, sigma = self._values
         return left[:, : len(sigma)] * sigma
 
-    def output_gram(self) -> Tensor:
-        """J J^T of all outputs."""
+    def matvec(self, v: Tensor) -> Tensor:
+        """J v."""
+        of_q, of_k, of_v = v.view(3, self.span.shape[0], -1)
+        turned = [part.tokens.T @ (self.span.T @ of) for part, of in ((self.moving.q, of_q), (self.moving.k, of_k))]
+        moved = self.query_key_jacobian.flatten(0, 1) @ self.moving.take(turned[0][None], turned[1][None])[0]
+        return moved + (self._of_values @ (self.span.T @ of_v)).flatten()
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        """J^T u."""
+        turned = self.moving.give(self.query_key_jacobian.flatten(0, 1).T @ u)
+        of_q, of_k = (
+            self.span @ (part.tokens @ of) for part, of in zip((self.moving.q, self.moving.k), turned, strict=True)
+        )
+        of_v = self.span @ (self._of_values.T @ u.view(self.head.v.shape))
+        return torch.cat([part.flatten() for part in (of_q, of_k, of_v)])
+
+    def gram(self, side: Side = "outputs") -> GramOperator:
+        """J J^T of all outputs, or the smaller of both squares of J in the coordinates that are left."""
+        # J_Q and J_K, what is left of them, and the same in the basis U.
+        scratch = self.num_outputs * (2 * self.span.shape[1] * self.head.w_q.shape[0] + 2 * self.moving.size)
+        if side == "outputs":
+            return GramOperator(self.num_outputs, self._gram_product, self._output_gram, scratch=scratch)
+        smaller = self._num_values + min(self.reach.size, self.moving.size)
+        return GramOperator(
+            smaller, self._gram_product, self._smaller_gram, scratch=scratch, factor_rows=self.num_outputs
+        )
+
+    def _smaller_gram(self) -> Tensor:
+        jacobian = self.as_matrix()
+        return jacobian @ jacobian.T if jacobian.shape[0] <= jacobian.shape[1] else jacobian.T @ jacobian
+
+    @property
+    def hints(self) -> Hints:
+        """J is made triangular by QR of what W_Q and W_K move beyond the range of T."""
+        build = lambda tolerance: make_triangle(*self._split(), tolerance)  # noqa: E731
+        return Hints(triangle=TriangleHint(build, preferred=True))
+
+    def _output_gram(self) -> Tensor:
         n, dv = self.head.v.shape
         moved = self.query_key_jacobian.flatten(0, 1)
         gram = moved @ moved.T
         gram.view(n, dv, n, dv).diagonal(dim1=1, dim2=3).add_((self._value_map @ self._value_map.T)[:, :, None])
         return gram
 
-    def product(self, flat: Tensor) -> Tensor:
-        """J J^T u."""
-        u, moved, values = flat.view(self.head.v.shape), self.query_key_jacobian.flatten(0, 1), self._value_map
-        return moved @ (moved.T @ flat) + (values @ (values.T @ u)).flatten()
+    def _gram_product(self, u: Tensor) -> Tensor:
+        rows, moved, values = u.view(self.head.v.shape), self.query_key_jacobian.flatten(0, 1), self._value_map
+        return moved @ (moved.T @ u) + (values @ (values.T @ rows)).flatten()
 
     def output(self) -> Tensor:
         """What W_O reads of this head, (N, dv)."""
         return self.head.output()
-
-
-def nystrom_form(captured: CapturedAttention, index: int, sample: int) -> NystromForm | None:
-    """The structured form of one head on one sample, if the module is what it seems to be; see `captured_form`."""
-    head = nystrom_head(captured, index, sample)
-    if head is None or not _approximates(captured):
-        return None
-    # Layer-normed tokens have mean zero but for the model's own rounding, which must not count as a direction.
-    return NystromForm(head, None if captured.dtype == torch.float64 else 10 * torch.finfo(captured.dtype).eps)
 
 
 def _approximates(captured: CapturedAttention) -> bool:
@@ -204,18 +225,11 @@ def _masks(others: list[Any], captured: CapturedAttention, sample: int) -> dict[
     return None
 
 
-@dataclass(frozen=True)
-class NystromMap:
-    """The softmax that a Nystrom head approximates, and how far off it is."""
+def nystrom_map(captured: CapturedAttention, index: int, sample: int = 0) -> ApproximatedMap | None:
+    """The softmax P that a head approximates, and |F Z B - P| / |P| in the Frobenius norm.
 
-    statistics: AttentionStatistics
-    """Of P = softmax(s Q K^T) itself."""
-    error: float | None
-    """|F Z B - P| / |P| in the Frobenius norm; None where the module computes P itself."""
-
-
-def nystrom_map(captured: CapturedAttention, index: int, sample: int = 0) -> NystromMap | None:
-    """Of at most 256 query tokens at equal distances, padding left out; None where the masks are not known."""
+    Of at most 256 query tokens at equal distances, padding left out; None where the masks are not known.
+    """
     head = nystrom_head(captured, index, sample)
     if head is None:
         return None
@@ -228,6 +242,21 @@ def nystrom_map(captured: CapturedAttention, index: int, sample: int = 0) -> Nys
     p = (head.q[rows] @ head.k.T + hidden).softmax(-1)
     statistics = map_statistics(p, torch.full((count,), float(len(tokens))), own=p[torch.arange(count), rows])
     if not _approximates(captured):
-        return NystromMap(statistics, None)
+        return ApproximatedMap(statistics, None)
     off = head.mixing[rows] @ head.from_landmarks - p
-    return NystromMap(statistics, float(off.norm() / p.norm()))
+    return ApproximatedMap(statistics, float(off.norm() / p.norm()))
+
+
+@register_operator("nystrom", approximated=nystrom_map)
+def nystrom_operator(request: Request) -> Candidate | None:
+    """The structured operator of one head on one sample; None for biases, another class or several samples."""
+    captured = request.captured
+    if request.biases or len(request.samples) > 1 or not _approximates(captured):
+        return None
+    head = nystrom_head(captured, request.kv_head, request.samples[0])
+    if head is None:
+        return None
+    # Layer-normed tokens have mean zero but for the model's own rounding, which must not count as a direction.
+    rtol = None if captured.dtype == torch.float64 else 10 * torch.finfo(captured.dtype).eps
+    operator = NystromJacobian(head, rtol)
+    return Candidate(SelectedOperator(operator, "structured: Nystrom attention"), operator.output())

@@ -149,8 +149,7 @@ class Replica:
             )
         owner = self._counterpart(slot)
         with torch.no_grad():
-            stored = owner._parameters[slot.weight_name]
-            assert stored is not None
+            stored = owner.get_parameter(slot.weight_name)
             stored.copy_(slot.with_matrix(stored, torch.eye(slot.in_features)))
             if slot.bias_name is not None:
                 getattr(owner, slot.bias_name).zero_()
@@ -163,9 +162,7 @@ class Replica:
 
     def stored(self, slot: Slot) -> Tensor:
         """The copied parameter that holds this slot, corrections of `condition_` included."""
-        stored = self._counterpart(slot)._parameters[slot.weight_name]
-        assert stored is not None
-        return stored
+        return self._counterpart(slot).get_parameter(slot.weight_name)
 
     def weight(self, slot: Slot) -> Tensor:
         """Its numbers."""
@@ -250,4 +247,4 @@ def _fold(module: nn.Module) -> None:
     effective = {name: effective_weight(module, name).detach().clone() for name in corrections_of(module)}
     remove_conditioning(module)
     for name, value in effective.items():
-        module._parameters[name] = nn.Parameter(value)
+        module.register_parameter(name, nn.Parameter(value))

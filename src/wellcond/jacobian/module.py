@@ -9,25 +9,163 @@ says, as in training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from wellcond.attention.record import ROLES
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import ReplayError, WeightError
 from wellcond.jacobian.capture.align import is_map, tolerance
 from wellcond.jacobian.capture.attention import CapturedAttention
-from wellcond.jacobian.form import ExplicitGram
-from wellcond.jacobian.generic.products import Products
-from wellcond.jacobian.generic.replica import BatchAxis, Replica, as_double, batch_axis
+from wellcond.jacobian.operator import GramOperator, JacobianOperator, Side
+from wellcond.jacobian.ranks import RankBound
+from wellcond.jacobian.replica import BatchAxis, Replica, as_double, batch_axis
 from wellcond.linalg.spectrum import numerical_rank
-from wellcond.theory.ranks import Structure
 
 LARGEST_BATCH = 32
 BATCH_BYTES = 2**27
+ADJOINT = 1e-9
+"""<u, J v> = <J^T u, v>, up to rounding, relative to the lengths of the vectors."""
+
+
+@cache
+def _load_forward_mode() -> None:
+    """The first dual number makes torch script its decompositions, of which it then warns."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore")
+        forward_ad.make_dual(torch.zeros(1), torch.zeros(1))
+
+
+class Products:
+    """J of `function` at `weights`; columns are the weights in order, each flattened as its transpose, row by row."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], weights: tuple[Tensor, ...], size: int, batch_size: int
+    ) -> None:
+        """Of a function with `size` outputs; `batch_size` products J^T u are computed together."""
+        self.function, self.weights, self.size, self.batch_size = function, weights, size, batch_size
+        self.num_parameters = sum(w.numel() for w in weights)
+        self._in_batches = True
+
+    @cached_property
+    def _recorded(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Weights and output with the graph between them."""
+        with torch.enable_grad():
+            leaves = tuple(w.clone().requires_grad_(True) for w in self.weights)
+            return leaves, self.function(*leaves)
+
+    @cached_property
+    def _forward_mode(self) -> bool:
+        """Whether forward mode differentiates what reverse mode does, which is what training sees.
+
+        An operation may have no forward-mode derivative, and forward mode goes through what a module computes under
+        `torch.no_grad`, where reverse mode stops.
+        """
+        # NaN and infinity have no mode that is right: they are left to whoever reads the products.
+        return self._has_forward_mode and not self.adjoint_error() > ADJOINT
+
+    @cached_property
+    def _has_forward_mode(self) -> bool:
+        try:
+            self._jvp_forward(tuple(torch.zeros_like(w) for w in self.weights))
+        except (NotImplementedError, RuntimeError):  # any other fault shows in reverse mode, which is then taken
+            return False
+        return True
+
+    def adjoint_error(self, generator: torch.Generator | None = None) -> float:
+        """|<u, J v> - <J^T u, v>| / (|u| |J v| + |J^T u| |v|) for random u and v: rounding, if all is well.
+
+        J v is in forward mode wherever there is one, independent of the reverse mode of J^T u.
+        """
+        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        u = torch.randn(self.size, dtype=torch.float64, generator=generator)
+        v = torch.randn(self.num_parameters, dtype=torch.float64, generator=generator)
+        push = self._jvp_forward if self._has_forward_mode else self._jvp_reverse
+        pushed, pulled = push(self.unflatten(v)), self.vjp(u)
+        size = float(u.norm() * pushed.norm() + pulled.norm() * v.norm())
+        return 0.0 if size == 0 else abs(float(u @ pushed - pulled @ v)) / size
+
+    def vjp(self, u: Tensor) -> Tensor:
+        """J^T u."""
+        leaves, output = self._recorded
+        # A weight that does not matter (the queries of a single token) has no path to the output.
+        return self.flatten(*_grad(output, leaves, u.view_as(output)))
+
+    def jvp(self, v: Tensor) -> Tensor:
+        """J v."""
+        tangents = self.unflatten(v)
+        return self._jvp_forward(tangents) if self._forward_mode else self._jvp_reverse(tangents)
+
+    def _jvp_forward(self, tangents: tuple[Tensor, ...]) -> Tensor:
+        _load_forward_mode()
+        with forward_ad.dual_level(), torch.no_grad():
+            duals = [forward_ad.make_dual(w, t) for w, t in zip(self.weights, tangents, strict=True)]
+            output = self.function(*duals)
+            tangent = forward_ad.unpack_dual(output).tangent
+            return torch.zeros(self.size, dtype=torch.float64) if tangent is None else tangent.flatten()
+
+    def _jvp_reverse(self, tangents: tuple[Tensor, ...]) -> Tensor:
+        """J v = d<J^T u, v>/du: reverse mode twice."""
+        with torch.enable_grad():
+            leaves = tuple(w.clone().requires_grad_(True) for w in self.weights)
+            output = self.function(*leaves)
+            u = torch.zeros_like(output, requires_grad=True)
+            pulled = _grad(output, leaves, u, create_graph=True)
+            total = torch.stack([(p * t).sum() for p, t in zip(pulled, tangents, strict=True)]).sum()
+        return _grad(total, (u,), None)[0].flatten()
+
+    def vjps(self, covectors: Tensor) -> Tensor:
+        """J^T u for many u at a time: (count, p) from (count, n)."""
+        found = torch.empty(len(covectors), self.num_parameters, dtype=torch.float64)
+        for some, into in zip(covectors.split(self.batch_size), found.split(self.batch_size), strict=True):
+            if self._in_batches:
+                try:
+                    into.copy_(self._pull(some))
+                    continue
+                except (NotImplementedError, RuntimeError, ValueError):
+                    self._in_batches = False  # an operation of this module cannot be batched (or must fail by itself)
+            into.copy_(torch.stack([self.vjp(covector) for covector in some]))
+        return found
+
+    def _pull(self, covectors: Tensor) -> Tensor:
+        leaves, output = self._recorded
+        if not output.requires_grad:
+            return torch.zeros(len(covectors), self.num_parameters, dtype=torch.float64)
+        pulled = torch.autograd.grad(
+            output,
+            leaves,
+            covectors.view(-1, *output.shape),
+            retain_graph=True,
+            is_grads_batched=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return torch.cat([w.mT.reshape(len(covectors), -1) for w in pulled], dim=1)
+
+    def flatten(self, *weights: Tensor) -> Tensor:
+        """Weights as one vector (p,), in the order of the columns."""
+        return torch.cat([w.mT.reshape(-1) for w in weights])
+
+    def unflatten(self, vector: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of `flatten`."""
+        parts = vector.split([w.numel() for w in self.weights])
+        return tuple(part.view(w.mT.shape).mT for part, w in zip(parts, self.weights, strict=True))
+
+
+def _grad(
+    output: Tensor, inputs: tuple[Tensor, ...], weight: Tensor | None, *, create_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """Gradients; zero where no path leads from an input to the output."""
+    if not output.requires_grad:
+        return tuple(torch.zeros_like(w) for w in inputs)
+    return torch.autograd.grad(
+        output, inputs, weight, retain_graph=True, create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )
 
 
 def num_samples(captured: CapturedAttention) -> int:
@@ -45,7 +183,7 @@ def _close(mine: Tensor, theirs: Tensor) -> bool:
     return mine.shape == theirs.shape and bool((mine - theirs).norm() <= 1e-9 * theirs.norm())
 
 
-class GenericHead(ExplicitGram):
+class ModuleJacobian(JacobianOperator):
     """The query heads of one key/value head as a function of their weights, whatever the attention does with them.
 
     Rows of the Jacobian are ordered (query head, token, o), over all tokens of the captured call; columns Q, K, V, each
@@ -58,9 +196,9 @@ class GenericHead(ExplicitGram):
         >>> from wellcond.jacobian.capture import capture_attention
         >>> x = torch.randn(1, 5, 8)
         >>> [captured] = capture_attention(nn.MultiheadAttention(8, 2, batch_first=True), (x, x, x))
-        >>> head = GenericHead(captured, 0)
-        >>> head.num_outputs, head.num_parameters, head.adjoint_error() < 1e-10
-        (20, 96, True)
+        >>> head = ModuleJacobian(captured, 0)
+        >>> head.shape, head.adjoint_error() < 1e-10
+        ((20, 96), True)
     """
 
     def __init__(
@@ -153,41 +291,36 @@ class GenericHead(ExplicitGram):
         return [self.site.by_role(role) for role in ROLES]
 
     @property
-    def num_outputs(self) -> int:
-        """N = g * tokens * dv, of the call, or of the samples chosen."""
-        return self.num_rows * self._columns.numel()
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters p: the entries of W_q (of all query heads of the group), W_k and W_v."""
-        return sum(w.numel() for w in self._weights)
+    def shape(self) -> tuple[int, int]:
+        """Outputs g * tokens * dv, of the call or of the samples chosen, and the entries of W_q, W_k and W_v."""
+        return self.num_rows * self._columns.numel(), sum(w.numel() for w in self._weights)
 
     @property
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.w_q, self.w_k, self.w_v
 
-    @property
-    def gram_side(self) -> int:
-        """Side of the smaller Gram matrix."""
-        return min(self.num_outputs, self.num_parameters)
+    def gram(self, side: Side = "outputs") -> GramOperator:
+        """J J^T, or the smaller of J J^T and J^T J, from J itself."""
+        n, p = self.shape
+        size = n if side == "outputs" else min(n, p)
+        return GramOperator(size, lambda u: self.matvec(self.rmatvec(u)), lambda: self._squared_on(size), scratch=n * p)
 
-    @property
-    def table_entries(self) -> int:
-        """J itself."""
-        return self.num_outputs * self.num_parameters
+    def _squared_on(self, size: int) -> Tensor:
+        jacobian = self.as_matrix()
+        return jacobian @ jacobian.T if size == len(jacobian) else jacobian.T @ jacobian
 
-    def structure(self) -> Structure:
-        """Sizes, and the null directions that any attention has: weights outside the span of what they multiply.
+    def rank_bound(self) -> RankBound:
+        """What null directions any attention has leave: weights outside the span of what they multiply change nothing.
 
-        `max_rank` is an upper bound, which a generic attention need not reach.
+        It is an upper bound, which an attention need not reach.
         """
         ranks, missing = [], 0
         for role, slot, weight in zip(ROLES, self._slots, self._weights, strict=True):
             ranks.append(self._token_rank(role, slot))
             missing += (weight.numel() // slot.in_features) * (slot.in_features - ranks[-1])
-        seen = self.num_parameters - missing
-        named = f"outside the span of the tokens: {missing}" if missing and seen < self.num_outputs else ""
-        return Structure(self.num_outputs, self.num_parameters, ranks[0], ranks[1], min(self.num_outputs, seen), named)
+        outputs, seen = self.shape[0], self.shape[1] - missing
+        named = f"outside the span of the tokens: {missing}" if missing and seen < outputs else ""
+        return RankBound(min(outputs, seen), named, ranks[1])
 
     def _token_rank(self, role: str, slot: Slot) -> int:
         call = self.captured.call
@@ -273,19 +406,15 @@ class GenericHead(ExplicitGram):
 
     @cached_property
     def _products(self) -> Products:
-        return Products(self.output, self._weights, self.num_outputs, self.batch_size)
+        return Products(self.output, self._weights, self.shape[0], self.batch_size)
 
-    def vjp(self, u: Tensor) -> Tensor:
-        """J^T u, (p,), for u of length n."""
+    def rmatvec(self, u: Tensor) -> Tensor:
+        """J^T u, by reverse-mode differentiation."""
         return self._products.vjp(u)
 
-    def jvp(self, v: Tensor) -> Tensor:
-        """J v, (n,), for v of length p."""
+    def matvec(self, v: Tensor) -> Tensor:
+        """J v, by forward-mode differentiation."""
         return self._products.jvp(v)
-
-    def vjps(self, covectors: Tensor) -> Tensor:
-        """J^T u for many u at a time: (count, p) from (count, n)."""
-        return self._products.vjps(covectors)
 
     @property
     def batch_size(self) -> int:
@@ -294,33 +423,22 @@ class GenericHead(ExplicitGram):
         maps = 8 * self.site.num_heads * rows * max(rows, self._replica.width)
         return max(1, min(LARGEST_BATCH, BATCH_BYTES // maps))
 
-    def product(self, flat: Tensor) -> Tensor:
-        """J (J^T u)."""
-        return self.jvp(self.vjp(flat))
-
     def adjoint_error(self, generator: torch.Generator | None = None) -> float:
         """How far J v in forward mode and J^T u in reverse mode are from adjoint: rounding, if all is well."""
         return self._products.adjoint_error(generator)
 
-    def explicit_jacobian(self) -> Tensor:
+    def as_matrix(self) -> Tensor:
         """J (n, p), by reverse passes for all outputs.
 
         Raises: WeightError if it has NaN or infinite entries.
         """
-        jacobian = torch.empty(self.num_outputs, self.num_parameters, dtype=torch.float64)
-        for first in range(0, self.num_outputs, self.batch_size):
+        outputs = self.shape[0]
+        jacobian = torch.empty(self.shape, dtype=torch.float64)
+        for first in range(0, outputs, self.batch_size):
             rows = jacobian[first : first + self.batch_size]
-            units = torch.zeros(len(rows), self.num_outputs, dtype=torch.float64)
+            units = torch.zeros(len(rows), outputs, dtype=torch.float64)
             units.diagonal(first).fill_(1.0)
-            rows.copy_(self.vjps(units))
+            rows.copy_(self._products.vjps(units))
         if not bool(torch.isfinite(jacobian).all()):
             raise WeightError(f"{self.site.name}: its derivative has NaN or infinite entries")
         return jacobian
-
-    def flatten(self, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
-        """Weights as one vector (p,), in the order of the columns."""
-        return self._products.flatten(w_q, w_k, w_v)
-
-    def unflatten(self, vector: Tensor) -> tuple[Tensor, ...]:
-        """The inverse of `flatten`."""
-        return self._products.unflatten(vector)

@@ -1,11 +1,4 @@
-r"""Maps of query and key rows, norms and rotations: their Jacobians, and which directions of W_Q and W_K they cancel.
-
-x a row, rho = 1/sqrt(mean square + eps), 1 the all-ones vector:
-
-    LayerNorm  z = x - mean, zhat = rho z:   diag(w) rho (I - 1 1^T/d - zhat zhat^T/d)
-    RMSNorm    xhat = rho x:                 diag(w) rho (I - xhat xhat^T/d)
-    l2         xhat = x/|x|:                 (I - xhat xhat^T)/|x|;   x/eps where |x| <= eps
-    rotary     x cos + (S x) sin:            diag(cos) + diag(sin) S,  S a signed permutation
+r"""Upper bounds on the rank of the Jacobian of a head whose queries and keys pass maps.
 
 # Note [Gauge of maps]
 `gauge_of` counts what cancels in every product of mapped rows (theory.md, section 5.5). A direction (W_Q E, W_K F)
@@ -22,18 +15,18 @@ channel, nothing is counted, and the rank that follows is an upper bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from wellcond.errors import check_choice
-from wellcond.linalg.spectrum import resolve_rank, row_space
+from wellcond.jacobian.ranks import RankBound, contains_ones, counted_biases
+from wellcond.linalg.spectrum import numerical_rank, resolve_rank, row_space
 
-RotaryLayout = Literal["half", "interleaved"]
-Symmetry = Literal["linear", "orthogonal", "centred", "numeric", "none"]
+if TYPE_CHECKING:
+    from wellcond.jacobian.rowwise import RowwiseHead
 
 SAME = 1e-11  # eigenvalues of a normal matrix of this size are right to 1e-13
 LINEAR = 1e-11
@@ -41,126 +34,92 @@ NULL = 1e-8  # of a random direction, which passes polar factors of nearly singu
 ROWS = 64  # Jacobians of maps that enter the random combinations
 
 
-@dataclass(frozen=True, eq=False)
-class TokenMap:
-    """A map of rows, evaluated: its values (..., T, d') and one Jacobian per row (..., T, d', d).
+def rowwise_rank_bound(operator: RowwiseHead) -> RankBound:
+    r"""An upper bound on the rank.
 
-    `symmetry` names the matrices E that the map commutes with, as in Note [Symmetry] of `normalised`.
+    Note [Symmetry]. Directions of the query (key) parameters that cannot move qhat:
+      - a (x) z with N_r z = 0 for every r: the kernel common to all rows (LayerNorm: z = 1), once per token dimension;
+      - Wq itself if N_r q_r = 0 for every r (norms without eps do not see the scale of their input), once per head.
+    Directions of both that cancel, (Wq E, Wk F), are counted by `gauge_of`. None of these where a position term
+    multiplies the queries, for it does not turn with the keys. A bias that is present but no parameter breaks them, as
+    does an affine norm; then they are not counted.
+    Logits of a row count only up to a constant, so at most sum_r (#keys seen - 1) dimensions pass the softmax.
+    Generic weights have this rank under self-attention with more tokens than channels, for one norm or rotation and no
+    fixed biases; for combinations of maps, affine norms or a handful of keys it is an upper bound only.
     """
-
-    value: Tensor
-    jacobian: Tensor
-    symmetry: Symmetry = "none"
-
-
-MapRows = Callable[[Tensor], TokenMap]
-
-
-def identity_map(rows: Tensor) -> TokenMap:
-    """Rows as they are."""
-    return TokenMap(rows, eye_like(rows).expand(*rows.shape, -1), "linear")
-
-
-def layer_norm(
-    rows: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> TokenMap:
-    """LayerNorm over the last axis."""
-    d = rows.shape[-1]
-    centred = rows - rows.mean(-1, keepdim=True)
-    rho = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    hat = rho * centred
-    # d(rho z) = rho dz - rho^3 z (z . dz)/d with dz = (I - 1 1^T/d) dx, and z . dz = z . dx because z sums to zero
-    jacobian = rho[..., None] * (eye_like(rows) - 1 / d - _outer(hat, hat) / d)
-    symmetry: Symmetry = "centred" if _constant(weight) and not is_present(bias) else "none"
-    return _affine(hat, jacobian, weight, bias, symmetry)
+    head, d, g = operator.head, operator.head.head_dim, operator.head.num_query_heads
+    with_q, with_k, _ = counted_biases(head, operator.biases)
+    qx, ky, vy = (numerical_rank(tokens) for tokens in operator.inputs())
+    fixed_q, fixed_k = _is_present(head.b_q) and not with_q, _is_present(head.b_k) and not with_k
+    queries, keys = head.queries().flatten(0, 1), head.keys()
+    per_head = len(queries) // g
+    seen = sum(
+        _seen_directions(operator.query.jacobian[at : at + per_head], queries[at : at + per_head], qx, fixed_q)
+        for at in range(0, len(queries), per_head)
+    ) + _seen_directions(operator.key.jacobian, keys, ky, fixed_k)
+    gauge, constant = _cancelling_directions(operator, queries, keys, fixed_q, fixed_k)
+    logits = min(max(0, seen - gauge - constant), _free_logits(operator))
+    rank = min(operator.shape[0], logits + head.value_dim * vy)
+    names = []
+    if rank < operator.shape[0]:
+        parameters = g * d * (head.x.shape[1] + with_q) + d * (head.memory.shape[1] + with_k)
+        names = ["upper bound on the rank", f"gauge (W_Q E, W_K F): {gauge}"]
+        names += [f"the same added to all keys: {constant}"] if constant else []
+        names.append(f"unseen by the maps or outside the span of the tokens: {parameters - seen}")
+    return RankBound(rank, "; ".join(names), numerical_rank(head.memory))
 
 
-def rms_norm(rows: Tensor, *, weight: Tensor | None = None, eps: float = 1e-6) -> TokenMap:
-    """RMSNorm over the last axis."""
-    rho = (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
-    hat = rho * rows
-    jacobian = rho[..., None] * (eye_like(rows) - _outer(hat, hat) / rows.shape[-1])
-    return _affine(hat, jacobian, weight, None, "orthogonal" if _constant(weight) else "none")
-
-
-def l2_norm(rows: Tensor, *, eps: float = 1e-12) -> TokenMap:
-    """Rows over max(norm, eps), as `torch.nn.functional.normalize`."""
-    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    inverse = 1 / norm.clamp_min(eps)
-    hat = rows * inverse
-    radial = _outer(hat, hat) * (norm > eps)[..., None]  # a row within eps is only divided by eps
-    return TokenMap(hat, inverse[..., None] * (eye_like(rows) - radial), "orthogonal")
-
-
-def rotary(rows: Tensor, cos: Tensor, sin: Tensor, *, layout: RotaryLayout) -> TokenMap:
-    """Rotary position embedding of the first w channels, w the width of `cos` and `sin`; the others pass.
-
-    Args:
-        rows: (..., T, d).
-        cos: (T, w), one number per channel, as the models multiply it: both channels of a pair have the same.
-        sin: (T, w).
-        layout: ``half``, channel c is paired with c + w/2, or ``interleaved``, 2c with 2c + 1.
-
-    Raises:
-        UnknownChoiceError: another layout.
-        ValueError: a width that is odd or exceeds d.
-    """
-    check_choice("rotary layout", layout, get_args(RotaryLayout))
-    width, d = cos.shape[-1], rows.shape[-1]
-    if cos.shape != sin.shape or width % 2 or width > d:
-        raise ValueError(f"rotary: expected cos and sin of one even width up to {d}, got {cos.shape} and {sin.shape}")
-    swap = rows.new_zeros(d, d)
-    first = torch.arange(width // 2) if layout == "half" else torch.arange(0, width, 2)
-    second = first + (width // 2 if layout == "half" else 1)
-    swap[first, second], swap[second, first] = -1.0, 1.0
-    ones, zeros = rows.new_ones(*cos.shape[:-1], d - width), rows.new_zeros(*cos.shape[:-1], d - width)
-    cos, sin = torch.cat([cos.to(rows), ones], -1), torch.cat([sin.to(rows), zeros], -1)
-    jacobian = (torch.diag_embed(cos) + sin[..., :, None] * swap).expand(*rows.shape, d)
-    return TokenMap((jacobian @ rows[..., None])[..., 0], jacobian, "numeric")
-
-
-def chain(*maps: MapRows) -> MapRows:
-    """Maps one after the other, the first one first: `chain(rms_norm, rope)` is rope(rms_norm(rows))."""
-
-    def mapped(rows: Tensor) -> TokenMap:
-        result = identity_map(rows)
-        for one in maps:
-            then = one(result.value)
-            kinds = {result.symmetry, then.symmetry} - {"linear"}
-            symmetry: Symmetry = "numeric" if len(kinds) > 1 else next(iter(kinds), "linear")
-            result = TokenMap(then.value, then.jacobian @ result.jacobian, symmetry)
-        return result
-
-    return mapped
-
-
-def eye_like(rows: Tensor) -> Tensor:
-    """The identity of the width of `rows`."""
-    return torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device)
-
-
-def _outer(left: Tensor, right: Tensor) -> Tensor:
-    return left[..., :, None] * right[..., None, :]
-
-
-def _constant(weight: Tensor | None) -> bool:
-    return weight is None or bool((weight == weight.flatten()[0]).all())
-
-
-def is_present(bias: Tensor | None) -> bool:
-    """Whether there is a bias that is not zero."""
+def _is_present(bias: Tensor | None) -> bool:
     return bias is not None and bool(bias.any())
 
 
-def _affine(hat: Tensor, jacobian: Tensor, weight: Tensor | None, bias: Tensor | None, kind: Symmetry) -> TokenMap:
-    if weight is not None:
-        weight = weight.detach().to(hat)
-        hat, jacobian = hat * weight, jacobian * weight[..., :, None]
-    return TokenMap(hat if bias is None else hat + bias.detach().to(hat), jacobian, kind)
+def _seen_directions(jacobians: Tensor, rows: Tensor, inputs: int, fixed_bias: bool) -> int:
+    """Dimensions of one projection's parameters that can move the mapped rows, at most."""
+    basis = row_space(jacobians.flatten(0, 1))
+    moved = torch.linalg.vector_norm((jacobians @ rows[:, :, None])[..., 0], dim=-1)
+    sizes = torch.linalg.matrix_norm(jacobians) * torch.linalg.vector_norm(rows, dim=-1)
+    unmoved = bool((moved <= 1e-13 * rows.shape[1] * sizes).all())
+    in_kernel = float((rows @ basis).norm()) <= 1e-10 * float(rows.norm())  # then it is counted already
+    return basis.shape[1] * inputs - int(unmoved and not in_kernel and not fixed_bias)
+
+
+def _cancelling_directions(
+    operator: RowwiseHead, queries: Tensor, keys: Tensor, fixed_q: bool, fixed_k: bool
+) -> tuple[int, int]:
+    """Dimensions of the directions (Wq E, Wk F) of Note [Symmetry], and of a constant key that no softmax sees."""
+    head, real, softmax = operator.head, operator.num_keys_of_tokens, operator.softmax
+    b_q, b_k = head.query_biases, head.b_k
+    none = keys.new_zeros(0, head.head_dim)
+    unbiased, fixed = queries, none
+    if b_q is not None and fixed_q:
+        unbiased, fixed = queries - b_q.repeat_interleave(head.num_tokens, 0), b_q
+    query = MappedProjection(unbiased, fixed, operator.query.value, operator.query.jacobian, queries)
+    fixed = none if b_k is None or not fixed_k else b_k[None]
+    key = MappedProjection(
+        keys[:real] - fixed.sum(0), fixed, operator.key.value[:real], operator.key.jacobian[:real], keys[:real]
+    )
+    found = gauge_of(query, key)
+    has_constant = contains_ones(operator.inputs()[1][:real])
+    no_other = real == len(keys) and operator.p.shape == softmax.p.shape
+    constant = found.constant if has_constant and no_other and _even_slopes(operator) else 0
+    return 0 if softmax.by_query is not None else found.cancelling, constant
+
+
+def _even_slopes(operator: RowwiseHead) -> bool:
+    """Whether all logits of a row follow their products alike: no soft-cap."""
+    slope, seen = operator.softmax.slope, operator.p > 0
+    high, low = slope.masked_fill(~seen, -torch.inf).amax(-1), slope.masked_fill(~seen, torch.inf).amin(-1)
+    return bool((high - low <= 1e-12 * high.abs()).all())
+
+
+def _free_logits(operator: RowwiseHead) -> int:
+    """sum_r (#keys that row r sees - 1), or all of them beside a sink."""
+    sinks = operator.softmax.p.shape[1] > operator.p.shape[1]
+    return int((operator.p > 0).sum()) - (0 if sinks else operator.head.num_rows)
 
 
 @dataclass(frozen=True, eq=False)
-class MappedSide:
+class MappedProjection:
     """Queries or keys (rows, d) without a bias that is no parameter, that bias (count, d), and the map of the rows."""
 
     rows: Tensor
@@ -195,10 +154,10 @@ class Gauge:
     constant: int
 
 
-def gauge_of(query: MappedSide, key: MappedSide) -> Gauge:
+def gauge_of(query: MappedProjection, key: MappedProjection) -> Gauge:
     """Of two maps whose Jacobians are known as numbers only."""
     linear = _is_linear(query) and _is_linear(key)
-    query, key = _visible(query), _visible(key)
+    query, key = _in_visible_basis(query), _in_visible_basis(key)
     if query.rows.shape[1] != key.rows.shape[1] or not query.rows.shape[1]:
         return Gauge(0, 0)
     n_q, n_k = (_some(side.jacobian if linear else _polar(side.jacobian)) for side in (query, key))
@@ -214,17 +173,17 @@ def gauge_of(query: MappedSide, key: MappedSide) -> Gauge:
     return Gauge(sum(_skew(part, query, key, a) for part in parts), constant)
 
 
-def _is_linear(side: MappedSide) -> bool:
+def _is_linear(side: MappedProjection) -> bool:
     off = (side.jacobian @ side.read[..., None])[..., 0] - side.value
     return float(off.norm()) <= LINEAR * float(side.value.norm())
 
 
-def _visible(side: MappedSide) -> MappedSide:
+def _in_visible_basis(side: MappedProjection) -> MappedProjection:
     """The same in a basis of what the map sees at all (LayerNorm: not the mean)."""
     b = row_space(side.jacobian.flatten(0, 1))
     if b.shape[0] == b.shape[1]:
         return side
-    return MappedSide(side.rows @ b, side.fixed @ b, side.value, side.jacobian @ b, side.read @ b)
+    return MappedProjection(side.rows @ b, side.fixed @ b, side.value, side.jacobian @ b, side.read @ b)
 
 
 def _some(jacobians: Tensor) -> Tensor:
@@ -266,13 +225,13 @@ def _rank(rows: Tensor) -> int:
     return int(resolve_rank(torch.linalg.svdvals(rows), tuple(rows.shape))) if rows.numel() else 0
 
 
-def _coordinates(part: Isotypic, side: MappedSide, a: Tensor | None) -> tuple[Tensor, Tensor]:
+def _coordinates(part: Isotypic, side: MappedProjection, a: Tensor | None) -> tuple[Tensor, Tensor]:
     """Rows and fixed biases of queries (a None) or keys in an eigenspace."""
     maps = part.right if a is None else (part.left @ a.to(part.left.dtype)).T
     return side.rows.to(maps.dtype) @ maps, side.fixed.to(maps.dtype) @ maps
 
 
-def _general(part: Isotypic, query: MappedSide, key: MappedSide, a: Tensor) -> int:
+def _general(part: Isotypic, query: MappedProjection, key: MappedProjection, a: Tensor) -> int:
     """Matrices E on an eigenspace that leave the fixed biases, less those that move neither queries nor keys."""
     k, (q, b_q), (kk, b_k) = part.size, _coordinates(part, query, None), _coordinates(part, key, a)
     if part.is_fixed:
@@ -282,7 +241,7 @@ def _general(part: Isotypic, query: MappedSide, key: MappedSide, a: Tensor) -> i
     return (free - unmoving) * (1 if part.is_real else 2)
 
 
-def _skew(part: Isotypic, query: MappedSide, key: MappedSide, a: Tensor) -> int:
+def _skew(part: Isotypic, query: MappedProjection, key: MappedProjection, a: Tensor) -> int:
     """The same for skew E and no fixed biases."""
     k, (q, _), (kk, _) = part.size, _coordinates(part, query, None), _coordinates(part, key, a)
     free = k - _rank(torch.cat([q, kk if part.is_real else kk.conj()]))
@@ -296,7 +255,7 @@ def _random_skew(parts: list[Isotypic]) -> Tensor:
     return (e - e.T) / 2
 
 
-def _is_null(e: Tensor, query: MappedSide, key: MappedSide, a: Tensor) -> bool:
+def _is_null(e: Tensor, query: MappedProjection, key: MappedProjection, a: Tensor) -> bool:
     """Whether (W_Q E, W_K F) changes no product of mapped rows."""
     f = -torch.linalg.solve(a, e @ a).T
     dq, dk = ((side.jacobian @ (side.rows @ m)[..., None])[..., 0] for side, m in ((query, e), (key, f)))

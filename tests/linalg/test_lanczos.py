@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from wellcond.linalg.spectrum import smallest_eigenvalue
+from wellcond.linalg.lanczos import smallest_eigenvalue
 
 F64 = torch.float64
 

@@ -13,15 +13,15 @@ from transformers.models.nystromformer.modeling_nystromformer import Nystromform
 
 import wellcond as wc
 import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
-from wellcond.jacobian import select
+from wellcond.jacobian import problem
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
-from wellcond.jacobian.capture.forms import captured_form
-from wellcond.jacobian.generic.head import GenericHead
-from wellcond.jacobian.spectrum import form_spectrum
+from wellcond.jacobian.module import ModuleJacobian
+from wellcond.jacobian.select import select_operator
+from wellcond.jacobian.spectrum import operator_spectrum
 from wellcond.lab.models.build import build_model
 from wellcond.lab.models.long_range import MaskedNystromAttention
-from wellcond.lab.nystrom.form import NystromForm, nystrom_head
 from wellcond.lab.nystrom.head import Inverse
+from wellcond.lab.nystrom.operator import NystromJacobian, nystrom_head
 
 TOKENS, WIDTH, HEADS = 24, 8, 2
 RTOL = 1e-12
@@ -105,25 +105,30 @@ def test_jacobian_is_that_of_the_module(case, index):
     options, mask = CASES[case]
     module = attention(**options)
     captured = captured_from(module, mask=mask)
-    chosen = captured_form(captured, index)
+    chosen = select_operator(captured, index)
     assert chosen.how == "structured: Nystrom attention"
-    form, blocks = chosen.form, by_autograd(module, index, tokens(), mask)
-    assert isinstance(form, NystromForm)
+    form, blocks = chosen.operator, by_autograd(module, index, tokens(), mask)
+    assert isinstance(form, NystromJacobian)
     dense = torch.cat(list(blocks.values()), dim=1)
-    torch.testing.assert_close(GenericHead(captured, index).explicit_jacobian(), dense, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ModuleJacobian(captured, index).as_matrix(), dense, rtol=1e-9, atol=1e-9)
     j_q, j_k = form.head.query_key_jacobian(form.head.seen, form.head.seen)
     scale = float(dense.abs().max())
     torch.testing.assert_close(j_q.flatten(0, 1).flatten(1), blocks["q"], rtol=0, atol=1e-8 * scale)
     torch.testing.assert_close(j_k.flatten(0, 1).flatten(1), blocks["k"], rtol=0, atol=1e-8 * scale)
     values = torch.kron(form.head.linear_in_values(form.head.x), torch.eye(WIDTH // HEADS, dtype=torch.float64))
     torch.testing.assert_close(values, blocks["v"], rtol=1e-10, atol=1e-10)
+    generator = torch.Generator().manual_seed(3)
+    u, v = (torch.randn(size, dtype=torch.float64, generator=generator) for size in dense.shape)
+    close = {"rtol": 0, "atol": 1e-6 * float(dense.norm())}
+    torch.testing.assert_close(form.matvec(v), dense @ v, **close)
+    torch.testing.assert_close(form.rmatvec(u), dense.T @ u, **close)
     sigma = torch.linalg.svdvals(dense)
     rank = int((sigma > RTOL * sigma[0]).sum())
-    assert form.structure().max_rank == rank
+    assert form.rank_bound().rank == rank
     assert rank == len(sigma) or sigma[rank] < 1e-2 * RTOL * sigma[0]  # nothing near the tolerance
-    for mine in (form.explicit_jacobian(), form.triangle(RTOL * float(sigma[0])).entries):
+    for mine in (form.as_matrix(), form.hints.triangle.build(RTOL * float(sigma[0])).entries):
         torch.testing.assert_close(torch.linalg.svdvals(mine)[:rank], sigma[:rank], rtol=1e-5, atol=0)
-    found = form_spectrum(form, rtol=RTOL)
+    found = operator_spectrum(form, rtol=RTOL)
     assert found.status == "exact" and found.rank == rank and found.shape == tuple(dense.shape)
     assert found.sigma_max == pytest.approx(float(sigma[0]), rel=1e-9)
     assert found.sigma_rank == pytest.approx(float(sigma[rank - 1]), rel=1e-5)
@@ -134,7 +139,7 @@ def test_gauge_is_null_as_far_as_biases_allow():
     for bias in (0.0, 1.0):
         head = nystrom_head(captured_from(attention(bias=bias)), 0, 0)
         assert head is not None
-        sizes[bias] = NystromForm(head).moving.num_null
+        sizes[bias] = NystromJacobian(head).moving.num_null
     d = WIDTH // HEADS
     assert sizes == {0.0: d * d, 1.0: d * (d - 1)}
 
@@ -183,10 +188,10 @@ def test_samples_are_measured_one_by_one():
 def test_as_many_landmarks_as_tokens_is_softmax_and_a_convolution():
     module = attention(landmarks=TOKENS)
     captured = captured_from(module)
-    chosen = captured_form(captured, 1)
+    chosen = select_operator(captured, 1)
     assert chosen.how.startswith("generic")
     dense = torch.cat(list(by_autograd(module, 1, tokens()).values()), dim=1)
-    found, sigma = form_spectrum(chosen.form), torch.linalg.svdvals(dense)
+    found, sigma = operator_spectrum(chosen.operator), torch.linalg.svdvals(dense)
     assert found.sigma_max == pytest.approx(float(sigma[0]))
     [head] = wc.measure(module, (tokens(), None), heads=[0]).layers[0].heads
     assert head.attention is not None and head.approximation_error is None
@@ -227,9 +232,9 @@ def test_measure_reads_the_masks_of_the_long_range_model(landmarks):
 
 def test_both_ends_come_from_the_triangle_of_large_heads(monkeypatch):
     """What `auto` does beyond 2,500 outputs, on a head that is small enough to know all singular values."""
-    monkeypatch.setattr(select, "LARGEST_FULL_SVD", 10)
-    form = captured_form(captured_from(attention(landmarks=3)), 0).form
-    ends, all_values = form_spectrum(form), form_spectrum(form, method="gram")
+    monkeypatch.setattr(problem, "LARGEST_FULL_SVD", 10)
+    form = select_operator(captured_from(attention(landmarks=3)), 0).operator
+    ends, all_values = operator_spectrum(form), operator_spectrum(form, method="gram")
     assert ends.status == all_values.status == "exact" and ends.rank == all_values.rank
     assert ends.singular_values is None and "triangular" in ends.reason
     assert ends.sigma_max == pytest.approx(all_values.sigma_max) and ends.condition_number == np.inf
@@ -249,10 +254,10 @@ def test_a_class_with_another_forward_is_differentiated_as_it_is():
     [site] = wc.find_attention(module)
     assert site.kind == "nystrom" and site.evidence == "structure"
     captured = captured_from(module)
-    chosen = captured_form(captured, 0)
-    assert isinstance(chosen.form, NystromForm | GenericHead)
+    chosen = select_operator(captured, 0)
+    assert isinstance(chosen.operator, NystromJacobian | ModuleJacobian)
     expected = torch.linalg.svdvals(torch.cat(list(by_autograd(module, 0, tokens()).values()), dim=1))
-    assert form_spectrum(chosen.form).sigma_max == pytest.approx(float(expected[0]))
+    assert operator_spectrum(chosen.operator).sigma_max == pytest.approx(float(expected[0]))
 
 
 @cache

@@ -1,20 +1,22 @@
 """The numerical core on tensors: every method against automatic differentiation, and the numbers of the theory."""
 
+import dataclasses
 import math
-from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wellcond.errors import UnknownChoiceError, WeightError
+from jacobian.operators import check_operator, head_spectrum
+from wellcond.errors import MemoryLimitError, UnknownChoiceError, WeightError
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
-from wellcond.jacobian.head import Head, build_blocks
-from wellcond.jacobian.plain import WideForm, dense_jacobian, gram_operator
-from wellcond.jacobian.select import MemoryLimitError, Route, choose_method
-from wellcond.jacobian.spectrum import ROUTES, form_spectrum, head_spectrum, jacobian_spectrum
-from wellcond.theory.ranks import wide_structure
+from wellcond.jacobian.head import Head, build_factors
+from wellcond.jacobian.problem import Problem
+from wellcond.jacobian.ranks import wide_rank_bound, wide_shape
+from wellcond.jacobian.softmax import SoftmaxJacobian, dense_jacobian, stacked_jacobian
+from wellcond.jacobian.solve import SOLVERS, choose
+from wellcond.jacobian.spectrum import jacobian_spectrum, operator_spectrum
 
 F64 = torch.float64
 
@@ -69,7 +71,7 @@ def heads(draw, masked=True):
 @given(heads(), st.booleans())
 def test_every_form_has_the_singular_values_of_the_dense_jacobian(head, biases):
     dense = torch.linalg.svdvals(torch.cat(list(dense_jacobian(head, biases=biases).values()), 1))
-    blocks = build_blocks(head, biases=biases)
+    blocks = build_factors(head, biases=biases)
     explicit = torch.linalg.svdvals(explicit_jacobian(blocks))
     k = min(len(dense), len(explicit))
     tolerance = {"rtol": 0, "atol": 1e-12 * float(dense[0] + 1e-300)}
@@ -80,16 +82,32 @@ def test_every_form_has_the_singular_values_of_the_dense_jacobian(head, biases):
     for gram in (output_gram(blocks), parameter_gram(blocks)):
         eigenvalues = torch.linalg.eigvalsh(gram)[-k:]
         torch.testing.assert_close(eigenvalues, squares[-k:], **tolerance)
-    operator = gram_operator(head, biases=biases)
-    columns = torch.stack([operator(e) for e in torch.eye(operator.size, dtype=F64)])
-    torch.testing.assert_close(columns, output_gram(blocks), **tolerance)
+
+
+@settings(max_examples=40, deadline=None)
+@given(heads(), st.booleans())
+def test_a_plain_head_is_an_operator(head, biases):
+    dense = torch.cat(list(dense_jacobian(head, biases=biases).values()), 1)
+    operator = SoftmaxJacobian(head, biases)
+    check_operator(operator, dense)
+    v = torch.linspace(-1, 1, dense.shape[1], dtype=F64)
+    torch.testing.assert_close(operator.matvec(v), dense @ v, rtol=0, atol=1e-11 * float(dense.norm() * v.norm()))
+
+
+def test_the_stack_is_an_operator():
+    operator = stacked_jacobian(SoftmaxJacobian(Head(**G1, scale=2**-0.5)))
+    dense = torch.cat(list(dense_jacobian(operator.head).values()))
+    v, u = (torch.linspace(-1, 1, size, dtype=F64) for size in (dense.shape[1], dense.shape[0]))
+    torch.testing.assert_close(operator.matvec(v), dense @ v)
+    torch.testing.assert_close(operator.rmatvec(u), dense.T @ u)
+    assert operator.shape == tuple(dense.shape)
 
 
 @settings(max_examples=60, deadline=None)
 @given(heads())
 def test_certified_bounds_hold(head):
     dense = torch.linalg.svdvals(torch.cat(list(dense_jacobian(head).values()), 1))
-    lower, upper = WideForm(head).certified()
+    lower, upper = SoftmaxJacobian(head).hints.bounds()
     smallest = float(dense[-1]) if len(dense) == head.num_outputs else 0.0
     assert lower <= smallest * (1 + 1e-9) + 1e-12 * float(dense[0])
     assert upper >= float(dense[0]) * (1 - 1e-12)
@@ -99,9 +117,9 @@ def test_certified_bounds_hold(head):
 @given(heads(), st.booleans())
 def test_the_structural_rank_is_never_exceeded(head, biases):
     dense = torch.linalg.svdvals(torch.cat(list(dense_jacobian(head, biases=biases).values()), 1))
-    structure = wide_structure(head, biases=biases)
-    assert int((dense > 1e-10 * dense[0]).sum()) <= structure.max_rank
-    assert len(dense) == structure.smaller_side
+    structure = wide_rank_bound(head, biases=biases)
+    assert int((dense > 1e-10 * dense[0]).sum()) <= structure.rank
+    assert len(dense) == min(wide_shape(head, biases=biases))
 
 
 @pytest.mark.parametrize("shape, ranks", [
@@ -180,7 +198,7 @@ def test_T13_block_norms_keep_relative_accuracy():
     h = tensor([[1, 1], [1, -1]])
     x = torch.kron(torch.kron(h, h), torch.kron(h, h))
     w = 10.0 * torch.eye(16, dtype=F64)
-    blocks = build_blocks(Head(x, w, w, w, 0.25))
+    blocks = build_factors(Head(x, w, w, w, 0.25))
     j_q = torch.einsum("ra,roc->roac", blocks.x, blocks.m).reshape(256, -1)
     scaled = j_q / j_q.abs().max()
     norm = float(torch.linalg.matrix_norm(scaled, 2) * j_q.abs().max())
@@ -194,7 +212,7 @@ def test_methods_agree_with_dense(N, D, d):
     w = torch.randn(3, d, D, dtype=F64) / D**0.5
     dense = jacobian_spectrum(x, *w, method="dense") if N * d <= 512 else None
     gram = jacobian_spectrum(x, *w, method="gram")
-    explicit = torch.linalg.svdvals(explicit_jacobian(build_blocks(Head(x, *w, d**-0.5))))
+    explicit = torch.linalg.svdvals(explicit_jacobian(build_factors(Head(x, *w, d**-0.5))))
     assert gram.sigma_max == pytest.approx(float(explicit[0]), rel=1e-9)
     assert gram.sigma_rank == pytest.approx(float(explicit[gram.rank - 1]), rel=1e-6)
     if dense is not None:
@@ -226,13 +244,13 @@ def test_numerically_singular_is_said_not_guessed():
 def test_auto_is_a_table_that_can_be_asked():
     def ask(n, D, d, limit=10**11):
         head = Head(torch.randn(n, D), *torch.randn(3, d, D) * D**-0.5, d**-0.5)
-        return choose_method(WideForm(head), wide_structure(head), memory_limit=limit)
+        return choose(Problem(SoftmaxJacobian(head), memory_limit=limit))
 
-    assert ask(24, 96, 32).route == "gram"
-    assert ask(197, 256, 64).route == "cholesky"
-    assert "full row rank" in ask(197, 256, 64).reason
-    assert ask(197, 256, 64, limit=200_000_000).route == "products"
-    assert ask(32, 96, 32).route == "closed form"  # 1024 outputs, whose values span a constant
+    assert ask(24, 96, 32).solver.name == "gram"
+    assert ask(197, 256, 64).solver.name == "cholesky"
+    assert "full row rank" in ask(197, 256, 64).cost.reason
+    assert ask(197, 256, 64, limit=200_000_000).solver.name == "products"
+    assert ask(32, 96, 32).solver.name == "closed form"  # 1024 outputs, whose values span a constant
     with pytest.raises(MemoryLimitError, match="use fewer tokens"):
         ask(197, 256, 64, limit=1000)
 
@@ -246,17 +264,23 @@ def test_what_is_chosen_is_what_runs(size, method, route, monkeypatch):
     (n, D, d), ran = size, []
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*shape, generator=generator, dtype=F64) for shape in ((n, D), (3, d, D)))
-    form = WideForm(Head(x, *w * D**-0.5, d**-0.5))
-    choice = choose_method(form, form.structure(), asked=method)
-    for name, run in ROUTES.items():
-        monkeypatch.setitem(ROUTES, name, lambda task, name=name, run=run: ran.append(name) or run(task))
-    found = form_spectrum(form, method=method)
-    assert ran == [choice.route] == [route]
-    assert found.method == choice.method and found.reason.startswith(choice.reason)
+    form = SoftmaxJacobian(Head(x, *w * D**-0.5, d**-0.5))
+    choice = choose(Problem(form, asked=method))
+    watched = [
+        dataclasses.replace(one, run=lambda tasks, one=one: ran.append(one.name) or one.run(tasks)) for one in SOLVERS
+    ]
+    monkeypatch.setattr("wellcond.jacobian.solve.SOLVERS", tuple(watched))
+    found = operator_spectrum(form, method=method)
+    assert ran == [choice.solver.name] == [route]
+    assert found.method == choice.solver.method and found.reason.startswith(choice.cost.reason)
 
 
-def test_every_route_of_the_table_can_run():
-    assert set(ROUTES) == set(get_args(Route))
+def test_the_closed_form_is_computed_once(monkeypatch):
+    calls = []
+    closed = SoftmaxJacobian.closed_minimum
+    monkeypatch.setattr(SoftmaxJacobian, "closed_minimum", lambda self: calls.append(1) or closed(self))
+    x, w = torch.randn(32, 96, dtype=F64), torch.randn(3, 32, 96, dtype=F64) * 96**-0.5
+    assert "span a constant" in jacobian_spectrum(x, *w).reason and len(calls) == 1
 
 
 def test_a_method_that_does_not_fit_names_the_bytes_and_what_would():
@@ -280,7 +304,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="expected mask of shape"):
         jacobian_spectrum(x, *w, mask=torch.zeros(3, 4))
     with pytest.raises(ValueError, match="stacked convention is defined"):
-        jacobian_spectrum(x, *w, memory=x, convention="stack")
+        jacobian_spectrum(x, *w, kv_tokens=x, convention="stack")
 
 
 def test_one_token_and_zero_weights():
@@ -304,7 +328,7 @@ def test_stack_needs_one_flatten_order():
     j_k = blocks["k"].view(6, 4, 2).mT.reshape(6, 8)
     mixed = torch.cat([blocks["q"], j_k, blocks["v"]])
     assert int(torch.linalg.matrix_rank(mixed)) == 8
-    H = stack_gram(build_blocks(Head(**G1, scale=2**-0.5), compress=False))
+    H = stack_gram(build_factors(Head(**G1, scale=2**-0.5), compress=False))
     torch.testing.assert_close(H, sum(b.T @ b for b in blocks.values()))
 
 
@@ -320,7 +344,7 @@ def test_grouped_heads_share_keys_and_values():
 @settings(max_examples=60, deadline=None)
 @given(heads())
 def test_the_closed_form_of_sigma_min_is_an_interval_that_holds(head):
-    interval = WideForm(head).closed_minimum()
+    interval = SoftmaxJacobian(head).closed_minimum()
     dense = torch.linalg.svdvals(torch.cat(list(dense_jacobian(head).values()), 1))
     if interval is not None and len(dense) == head.num_outputs:
         smallest = float(dense[-1])
@@ -347,7 +371,7 @@ def test_G3_exact_case():
         tensor([[1, 0, 1], [0, 1, -1]]), tensor([[1, 0], [0, 1], [1, 0]]).T, tensor([[1, 1], [0, 1], [-1, 0]]).T,
         tensor([[2, 0], [0, 1], [1, 1]]).T, 2**-0.5,
     )  # fmt: skip
-    assert WideForm(head).closed_minimum() == pytest.approx((0.7711878382, 0.7711878382), rel=1e-9)
+    assert SoftmaxJacobian(head).closed_minimum() == pytest.approx((0.7711878382, 0.7711878382), rel=1e-9)
     assert head_spectrum(head).sigma_min == pytest.approx(0.7711878382, rel=1e-9)
 
 
@@ -367,7 +391,7 @@ def test_dependent_tokens_get_no_positive_lower_bound():
     torch.manual_seed(0)
     x = torch.randn(6, 9, dtype=F64)
     x[-1] = x[0]
-    assert WideForm(Head(x, *torch.randn(3, 2, 9, dtype=F64), 0.7)).certified()[0] == 0.0
+    assert SoftmaxJacobian(Head(x, *torch.randn(3, 2, 9, dtype=F64), 0.7)).hints.bounds()[0] == 0.0
 
 
 def test_the_tables_of_a_parameter_gram_count_as_memory():

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import wellcond as wc
 from contracts import cases_hf, cases_timm
 from contracts.harness import randomise_
-from wellcond.errors import WeightError
+from wellcond.errors import ReplayError, WeightError
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
-from wellcond.jacobian.generic.head import GenericHead, ReplayError
-from wellcond.jacobian.plain import dense_jacobian
-from wellcond.linalg.spectrum import largest_eigenvalue
+from wellcond.jacobian.module import ModuleJacobian
+from wellcond.jacobian.softmax import dense_jacobian
+from wellcond.linalg.lanczos import largest_eigenvalue
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 
@@ -42,10 +42,10 @@ def captured_from(family: str) -> tuple[nn.Module, tuple[CapturedAttention, ...]
     return model, tuple(capture_attention(model, make_input()))
 
 
-def head_of(family: str) -> GenericHead:
+def head_of(family: str) -> ModuleJacobian:
     """The last key/value head of the first attention that is not plain."""
     captured = next(c for c in captured_from(family)[1] if not c.is_plain)
-    return GenericHead(captured, captured.site.num_kv_heads - 1)
+    return ModuleJacobian(captured, captured.site.num_kv_heads - 1)
 
 
 def read_by_output(model: nn.Module, captured: CapturedAttention, family: str) -> Tensor:
@@ -71,7 +71,7 @@ def test_every_family_runs_again_in_float64(family):
     """Values are the model's own, and J and J^T are adjoint, whether the attention is plain or not."""
     model, everything = captured_from(family)
     for captured in everything:
-        head = GenericHead(captured, 0)
+        head = ModuleJacobian(captured, 0)
         assert head.adjoint_error() < 1e-10
         assert head._products._forward_mode
         if captured.site.o is None and captured.is_plain or captured.site.name.endswith("head.attention"):
@@ -84,33 +84,33 @@ def test_every_family_runs_again_in_float64(family):
 @pytest.mark.parametrize("family", DIFFERENCED)
 def test_jacobian_is_the_limit_of_differences(family):
     head = head_of(family)
-    jacobian = head.explicit_jacobian()
-    assert jacobian.shape == (head.num_outputs, head.num_parameters)
-    weights = head.flatten(head.w_q, head.w_k, head.w_v)
+    jacobian = head.as_matrix()
+    assert jacobian.shape == head.shape
+    weights = head._products.flatten(head.w_q, head.w_k, head.w_v)
     generator = torch.Generator().manual_seed(0)
-    directions = torch.eye(head.num_parameters, dtype=torch.float64)[
-        torch.randperm(head.num_parameters, generator=generator)[:12]
-    ]
-    directions = torch.cat([directions, torch.randn(2, head.num_parameters, generator=generator, dtype=torch.float64)])
+    directions = torch.eye(head.shape[1], dtype=torch.float64)[torch.randperm(head.shape[1], generator=generator)[:12]]
+    directions = torch.cat([directions, torch.randn(2, head.shape[1], generator=generator, dtype=torch.float64)])
     step = 1e-5
     for v in directions:
         with torch.no_grad():
-            ahead, behind = (head.output(*head.unflatten(weights + sign * step * v)).flatten() for sign in (1, -1))
+            ahead, behind = (
+                head.output(*head._products.unflatten(weights + sign * step * v)).flatten() for sign in (1, -1)
+            )
         expected = (ahead - behind) / (2 * step)
         torch.testing.assert_close(jacobian @ v, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max() + 1e-3))
-        torch.testing.assert_close(head.jvp(v), jacobian @ v, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(head.matvec(v), jacobian @ v, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["hf-llama", "timm-cait", "timm-swin_v2", "hf-nystromformer"])
 def test_products_are_those_of_the_explicit_jacobian(family):
     head = head_of(family)
-    jacobian = head.explicit_jacobian()
-    u = torch.randn(head.num_outputs, dtype=torch.float64)
-    v = torch.randn(head.num_parameters, dtype=torch.float64)
-    torch.testing.assert_close(head.vjp(u), jacobian.T @ u)
-    torch.testing.assert_close(head.product(u), jacobian @ (jacobian.T @ u))
-    torch.testing.assert_close(head._products._jvp_reverse(head.unflatten(v)), jacobian @ v)
-    top = largest_eigenvalue(head.product, head.num_outputs)
+    jacobian = head.as_matrix()
+    u = torch.randn(head.shape[0], dtype=torch.float64)
+    v = torch.randn(head.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(head.rmatvec(u), jacobian.T @ u)
+    torch.testing.assert_close(head.gram().matvec(u), jacobian @ (jacobian.T @ u))
+    torch.testing.assert_close(head._products._jvp_reverse(head._products.unflatten(v)), jacobian @ v)
+    top = largest_eigenvalue(head.gram().matvec, head.shape[0])
     assert top.value**0.5 == pytest.approx(float(torch.linalg.matrix_norm(jacobian, 2)), rel=1e-6)
 
 
@@ -120,25 +120,23 @@ def test_plain_heads_have_the_same_jacobian_in_both_ways(family):
         if not captured.is_plain:
             continue
         plain = torch.cat(list(dense_jacobian(captured.stacked_head(0)).values()), dim=1)
-        torch.testing.assert_close(GenericHead(captured, 0).explicit_jacobian(), plain, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(ModuleJacobian(captured, 0).as_matrix(), plain, rtol=1e-10, atol=1e-10)
 
 
 def test_null_space_that_is_known_holds():
     for family in ("hf-llama", "timm-multi_query", "timm-xcit"):
         head = head_of(family)
-        structure = head.structure()
-        assert (structure.num_outputs, structure.num_parameters) == (head.num_outputs, head.num_parameters)
-        rank = int(torch.linalg.matrix_rank(head.explicit_jacobian(), rtol=1e-11))
-        assert rank <= structure.max_rank
+        rank = int(torch.linalg.matrix_rank(head.as_matrix(), rtol=1e-11))
+        assert rank <= head.rank_bound().rank
 
 
 def test_tokens_that_span_little_bound_the_rank():
     attention = randomise_(timm.layers.Attention(12, num_heads=3, qk_norm=True, norm_layer=nn.LayerNorm))
     x = torch.randn(1, 40, 3, dtype=torch.float64) @ torch.randn(3, 12, dtype=torch.float64)
     [captured] = capture_attention(attention, x)
-    structure = GenericHead(captured).structure()
-    assert structure.token_rank == 3 and structure.max_rank == 3 * 4 * 3
-    assert "outside the span of the tokens: 108" in structure.null_space
+    bound = ModuleJacobian(captured).rank_bound()
+    assert bound.memory_rank == 3 and bound.rank == 3 * 4 * 3
+    assert "outside the span of the tokens: 108" in bound.null_space
 
 
 def test_gated_output_is_part_of_the_function():
@@ -146,7 +144,7 @@ def test_gated_output_is_part_of_the_function():
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     [captured] = capture_attention(attention, x)
     assert captured.why_not_plain == "gated output"
-    head = GenericHead(captured, 1)
+    head = ModuleJacobian(captured, 1)
     assert head.adjoint_error() < 1e-10
     plain = timm.layers.Attention(12, num_heads=4).double()
     plain.load_state_dict(attention.state_dict(), strict=False)
@@ -160,7 +158,7 @@ def test_torch_attention_whose_output_projection_is_no_call(options):
     module = randomise_(nn.MultiheadAttention(8, 2, **options))
     x, y = torch.randn(4, 3, 8, dtype=torch.float64), torch.randn(5, 3, options.get("kdim", 8), dtype=torch.float64)
     [captured] = capture_attention(module, (x, y, 2 * y))
-    heads = [GenericHead(captured, kv) for kv in range(2)]
+    heads = [ModuleJacobian(captured, kv) for kv in range(2)]
     concatenated = torch.cat([head.output()[0] for head in heads], dim=-1).view(4, 3, 8)
     with torch.no_grad():
         torch.testing.assert_close(module.out_proj(concatenated), module(x, y, 2 * y)[0])
@@ -170,7 +168,7 @@ def test_torch_attention_whose_output_projection_is_no_call(options):
 def test_module_without_output_projection_that_mixes_heads_is_taken_whole():
     _, [captured] = captured_from("timm-cpubone")
     assert captured.site.o is None
-    head = GenericHead(captured, 0)
+    head = ModuleJacobian(captured, 0)
     assert head.output().shape == (1, 9, 64)
 
 
@@ -180,14 +178,14 @@ def test_conditioned_models_give_their_effective_weights(method, options):
     model = randomise_(case.build())
     wc.condition_(model, method, **options)
     captured = capture_attention(model, case.inputs())[0]
-    head = GenericHead(captured, 1)
+    head = ModuleJacobian(captured, 1)
     torch.testing.assert_close(head.w_k, captured.site.k.read()[1].detach())
-    found = head.explicit_jacobian()
+    found = head.as_matrix()
     wc.fold_(model)
     with pytest.raises(WeightError, match="not those that the forward pass used"):
-        GenericHead(captured, 1)
-    folded = GenericHead(capture_attention(model, case.inputs())[0], 1)
-    torch.testing.assert_close(found, folded.explicit_jacobian(), rtol=1e-8, atol=1e-9)
+        ModuleJacobian(captured, 1)
+    folded = ModuleJacobian(capture_attention(model, case.inputs())[0], 1)
+    torch.testing.assert_close(found, folded.as_matrix(), rtol=1e-8, atol=1e-9)
 
 
 def test_float32_models_are_run_again_in_float64():
@@ -196,7 +194,7 @@ def test_float32_models_are_run_again_in_float64():
     model = case.build()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     captured = capture_attention(model, case.inputs())[0]
-    head = GenericHead(captured, 0)
+    head = ModuleJacobian(captured, 0)
     assert head.output().dtype == torch.float64 and head.adjoint_error() < 1e-12
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert next(model.parameters()).dtype == torch.float32
@@ -219,9 +217,9 @@ def test_forward_mode_is_replaced_where_an_operation_has_none():
     module = randomise_(Odd(12, num_heads=4))
     module.q_norm = Through(Reverse)
     [captured] = capture_attention(module, torch.randn(1, 4, 12, dtype=torch.float64), sites=_as_vit(module))
-    head = GenericHead(captured, 0)
-    v = torch.randn(head.num_parameters, dtype=torch.float64)
-    torch.testing.assert_close(head.jvp(v), head.explicit_jacobian() @ v)
+    head = ModuleJacobian(captured, 0)
+    v = torch.randn(head.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(head.matvec(v), head.as_matrix() @ v)
     assert not head._products._forward_mode and head.adjoint_error() < 1e-10
 
 
@@ -267,7 +265,7 @@ def test_wrong_derivatives_fail_the_adjoint_test():
     module = randomise_(timm.layers.Attention(12, num_heads=4))
     module.q_norm = Through(Doubled)
     [captured] = capture_attention(module, torch.randn(1, 4, 12, dtype=torch.float64), sites=_as_vit(module))
-    assert GenericHead(captured, 0).adjoint_error() > 1e-4
+    assert ModuleJacobian(captured, 0).adjoint_error() > 1e-4
 
 
 def test_modules_that_remember_are_refused():
@@ -281,7 +279,7 @@ def test_modules_that_remember_are_refused():
     module = randomise_(Counting(12, num_heads=4))
     [captured] = capture_attention(module, torch.randn(1, 4, 12, dtype=torch.float64), sites=_as_vit(module))
     with pytest.raises(ReplayError, match="more than its arguments"):
-        GenericHead(captured, 0)
+        ModuleJacobian(captured, 0)
 
 
 def test_what_was_not_called_has_no_generic_head():
@@ -295,6 +293,6 @@ def test_what_was_not_called_has_no_generic_head():
 
     captured = capture_attention(Half(), torch.randn(1, 4, 12))[1]
     with pytest.raises(ValueError, match="does not call it"):
-        GenericHead(captured)
+        ModuleJacobian(captured)
     with pytest.raises(IndexError, match="below"):
-        GenericHead(capture_attention(Half(), torch.randn(1, 4, 12))[0], 99)
+        ModuleJacobian(capture_attention(Half(), torch.randn(1, 4, 12))[0], 99)

@@ -1,1 +1,0 @@
-"""The Jacobian of any attention, by automatic differentiation of its own module."""

@@ -1,0 +1,273 @@
+"""One spectrum to compute, the limits at which a solver is taken and believed, and the record of what it found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator
+from wellcond.jacobian.ranks import RankBound
+from wellcond.jacobian.records import Convention, JacobianSpectrum, MethodName, Status
+from wellcond.linalg.lanczos import BLOCK, MAX_STEPS, Estimate, largest_eigenvalue
+from wellcond.linalg.memory import available_bytes
+from wellcond.linalg.spectrum import default_rtol, resolve_rank
+
+EPSILON = torch.finfo(torch.float64).eps
+METHODS: Final[tuple[MethodName, ...]] = ("dense", "gram", "cholesky", "implicit")
+
+# --- sizes: which solver is taken ------------------------------------------------------------------------------------
+
+GRAM_LIMIT: Final = 6200
+"""Side of the smaller Gram matrix up to which all its eigenvalues are computed: beyond, they take minutes."""
+CHOLESKY_LIMIT: Final = 20_000
+"""Outputs up to which J J^T is factorised: 3.2 GB, and about half a minute."""
+SPECTRUM_LIMIT: Final = 768
+"""Outputs up to which `auto` computes all singular values even where both ends are known in closed form."""
+LARGEST_FULL_SVD: Final = 2500
+"""Side beyond which an SVD takes longer than everything else, and `auto` gives both ends only."""
+LARGEST_SVD: Final = 2e13
+"""Rows x columns x smaller side up to which J itself is decomposed: about an hour."""
+SMALLEST_FLOAT32: Final = 1024
+"""Outputs below which a factorisation in float64 takes no longer than the steps that a float32 one steers."""
+EXHAUSTIVE_LIMIT: Final = 1500
+"""Outputs up to which products alone go through the whole space, and so are exact."""
+LANCZOS_STEPS: Final = 300
+"""Vectors that Lanczos keeps otherwise; both ends of a head converge within a tenth of that, or not at all."""
+POWER_STEPS: Final = 4
+"""Of G and of its inverse, to tell whether squaring loses: a bound from below, which one step already gives."""
+LOWEST: Final = 40
+"""How many of the smallest singular values are computed where a rank must be counted from a triangular form."""
+
+# --- accuracy: what is believed --------------------------------------------------------------------------------------
+
+LARGEST_SQUARED_KAPPA: Final = 1e5
+"""Squaring keeps about 1e-16 kappa^2 of relative accuracy: 1e-6 at kappa = 1e5."""
+LARGEST_SHIFTED_KAPPA: Final = 1e4
+"""The same limit for lambda_max I - J J^T, where the shift rounds once more."""
+CLOSED: Final = 1e-8
+"""Relative width at which the interval of the closed form for sigma_min counts as a number."""
+CLOSED_ROUNDING: Final = 1e-6
+"""Rounding of sigma_min, relative to it, beyond which the closed form is left to a method that does not square."""
+SURE: Final = 10
+"""A smallest singular value counts as exact at this many times its error: the error is an estimate."""
+
+# --- time: what is announced, or not begun ---------------------------------------------------------------------------
+# One thread of a common processor, in the worse of the cases that a solver can end in: an SVD of J, where squaring
+# loses the small singular values, takes ten times as long as the eigenvalues of its Gram matrix.
+
+SLOW_SECONDS: Final = 10.0
+"""Whatever is expected to take longer is announced before it begins."""
+DECOMPOSED_PER_SECOND: Final = 1.2e9
+"""Cubes of the smaller side: 0.8 s at 1024, 25 s at 3072."""
+FACTORISED_PER_SECOND: Final = 4e10
+"""Cubes of the number of outputs: 6 s at 6200, 110 s at 16384 if the factor has to be in float64, half of it if not."""
+OPERATIONS_PER_SECOND: Final = 1e9
+"""Of everything that is not a large product of matrices."""
+
+
+def show_seconds(seconds: float) -> str:
+    """A duration in the unit that suits it.
+
+    Example:
+        >>> show_seconds(0.25), show_seconds(42.0), show_seconds(5400.0)
+        ('0.25 s', '42 s', '1.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.2g} min" if seconds < 5400 else f"{seconds / 3600:.2g} h"
+
+
+@dataclass(frozen=True, eq=False)
+class ClosedForm:
+    """Both ends where sigma_min is known in closed form: its interval, its rounding, and the largest eigenvalue."""
+
+    interval: tuple[float, float]
+    error: float
+    top: Estimate
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The spectrum of one operator that is asked for; everything that follows from it is computed once, when needed.
+
+    Attributes:
+        operator: J.
+        convention: which matrix J is, for the record.
+        asked: a method, or ``auto``.
+        given_rtol: singular values up to this share of the largest count as zero; max(shape) * eps if None.
+        memory_limit: bytes that may be used; what is free if None.
+    """
+
+    operator: JacobianOperator
+    convention: Convention = "wide"
+    asked: str = "auto"
+    given_rtol: float | None = None
+    memory_limit: int | None = None
+
+    @cached_property
+    def bound(self) -> RankBound:
+        """The largest rank that J can have."""
+        return self.operator.rank_bound()
+
+    @cached_property
+    def gram(self) -> GramOperator:
+        """J J^T (of the stack: J^T J)."""
+        return self.operator.gram()
+
+    @cached_property
+    def smaller_gram(self) -> GramOperator:
+        """The smaller Gram matrix that is known."""
+        return self.operator.gram("smaller")
+
+    @cached_property
+    def hints(self) -> Hints:
+        """What else the operator knows."""
+        return self.operator.hints
+
+    @cached_property
+    def limit(self) -> int:
+        """Bytes that may be used."""
+        return available_bytes(self.gram.device) if self.memory_limit is None else self.memory_limit
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether no method was asked for."""
+        return self.asked == "auto"
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and parameters of J."""
+        return self.operator.shape
+
+    @property
+    def rounding(self) -> float:
+        """Relative error of singular values that were not squared."""
+        return default_rtol(self.shape)
+
+    @property
+    def rtol(self) -> float:
+        """Singular values up to this share of the largest count as zero."""
+        return self.rounding if self.given_rtol is None else self.given_rtol
+
+    @property
+    def has_full_rank(self) -> bool:
+        """Whether `gram` may be positive definite."""
+        return self.bound.rank == self.gram.size
+
+    @cached_property
+    def closed_form(self) -> ClosedForm | None:
+        """Both ends in milliseconds; None unless the interval of the closed form closes, well above rounding."""
+        interval = self.hints.closed_minimum()
+        if interval is None or interval[0] == 0 or interval[1] > interval[0] * (1 + CLOSED):
+            return None
+        top = largest_eigenvalue(self.gram.matvec, self.gram.size)
+        largest = math.sqrt(top.value)
+        # Both ends of the interval come from one rounded SVD of PY: each is sure only up to its rounding.
+        error = self.rounding * largest
+        if not top.converged or error > CLOSED_ROUNDING * interval[0] or interval[0] <= self.rtol * largest:
+            return None
+        return ClosedForm(interval, error, top)
+
+    def needed_bytes(self, method: MethodName) -> int:
+        """Peak memory of a method, roughly, in bytes of float64."""
+        n, smaller, rows = self.gram.size, self.smaller_gram, self.gram.factor_rows or self.gram.size
+        # Factors hold an entry of every output for every key dimension; Lanczos keeps its vectors, or all.
+        factors = rows * (min(self.bound.memory_rank, rows) + 64)
+        vectors = (n if n <= EXHAUSTIVE_LIMIT else LANCZOS_STEPS) * n
+        steps = 2 * MAX_STEPS * BLOCK * n if n >= SMALLEST_FLOAT32 else 0  # beside a factor of half the size
+        scratch = smaller.scratch if n == smaller.size else 0
+        entries = {
+            "dense": 3 * self.shape[0] * self.shape[1],
+            "gram": 3 * smaller.size**2 + 2 * factors + smaller.scratch,
+            "cholesky": max(n * n + vectors, n * n // 2 + steps) + 2 * factors + scratch,
+            "implicit": 2 * factors + vectors,
+        }
+        return 8 * entries[method]
+
+    def fits_triangle(self) -> bool:
+        """Whether J can be made triangular within the memory."""
+        triangle = self.hints.triangle
+        return triangle is not None and triangle.num_bytes is not None and triangle.num_bytes <= self.limit
+
+    def last(self, smallest: float) -> float:
+        """The last of min(shape) singular values: zero where the structure leaves fewer that are not."""
+        return smallest if self.bound.rank == min(self.shape) else 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a solver needs at its peak, how long it may take, and why `auto` takes it."""
+
+    num_bytes: int
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A problem, and the method and the cost of the solver that was chosen for it."""
+
+    problem: Problem
+    method: MethodName
+    cost: Cost
+
+    def record(
+        self,
+        sigma_max: float,
+        sigma_min: float,
+        sigma_rank: float,
+        rank: int,
+        status: Status,
+        *,
+        max_bounds: tuple[float, float],
+        rank_bounds: tuple[float, float],
+        values: Tensor | None = None,
+        reason: str | None = None,
+        num_products: int = 0,
+    ) -> JacobianSpectrum:
+        """What was found, with what the structure says about it."""
+        problem = self.problem
+        return JacobianSpectrum(
+            convention=problem.convention,
+            shape=problem.shape,
+            sigma_max=sigma_max,
+            sigma_min=sigma_min,
+            sigma_rank=sigma_rank,
+            rank=rank,
+            nullity=min(problem.shape) - rank,
+            null_space=problem.bound.null_space,
+            sigma_max_bounds=max_bounds,
+            sigma_rank_bounds=rank_bounds,
+            rtol=problem.rtol,
+            method=self.method,
+            reason=self.cost.reason if reason is None else f"{self.cost.reason}; {reason}",
+            status=status,
+            num_products=num_products,
+            singular_values=None if values is None else tuple(values.tolist()),
+        )
+
+    def from_singular_values(self, sigma: Tensor, reason: str | None = None) -> JacobianSpectrum:
+        """Record of singular values that were not squared; missing ones (compressed away) are zero."""
+        problem = self.problem
+        full = torch.zeros(min(problem.shape), dtype=torch.float64)
+        full[: min(len(sigma), len(full))] = sigma[: len(full)].cpu()
+        rank = int(resolve_rank(full, problem.shape, rtol=problem.rtol))
+        # Autograd's softmax cancels where our centred factors do not: `dense` is sure to half the digits only.
+        rounding = EPSILON**0.5 if self.method == "dense" else problem.rounding
+        sigma_rank, error = float(full[rank - 1]) if rank else 0.0, rounding * float(full[0])
+        return self.record(
+            float(full[0]),
+            float(full[-1]),
+            sigma_rank,
+            rank,
+            "exact",
+            values=full,
+            reason=reason,
+            max_bounds=(float(full[0]) - error, float(full[0]) + error),
+            rank_bounds=(max(0.0, sigma_rank - error), sigma_rank + error),
+        )

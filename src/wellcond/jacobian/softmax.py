@@ -1,0 +1,365 @@
+r"""The Jacobian of a plain softmax head: wide, outputs x parameters, and the papers' stack (theory.md, section 3).
+
+Products with J and its transpose without anything of size n x n: for U (R x dv) and directions dWq, dWk, dWv of the
+weights, with K the keys and V the values,
+
+    dS = P * (U V^T - rowsum(P * U V^T))                              the pull-back of U to the logits, times 1/s
+    J_Q^T U = s X^T dS K,   J_K^T U = s Y^T dS^T Q,   J_V^T U = Y^T P^T U
+    E  = (X dWq) K^T + Q (Y dWk)^T                                    pushed forward to the logits
+    J dW = s (P * (E - rowsum(P * E))) V + P Y dWv
+
+Ranks and null directions: `wellcond.jacobian.ranks`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wellcond.errors import NotDefinedError
+from wellcond.jacobian.bounds import lower_parts, lower_square, norm_bound
+from wellcond.jacobian.gram import (
+    OutputSteps,
+    ParameterSteps,
+    explicit_jacobian,
+    output_gram,
+    parameter_gram,
+    parameter_steps,
+    pull_back,
+    push_forward,
+    stack_gram,
+)
+from wellcond.jacobian.head import (
+    FactorStack,
+    Head,
+    JacobianFactors,
+    build_all_factors,
+    build_factors,
+    can_stack,
+    stack_factors,
+    through_softmax,
+    with_constant,
+)
+from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side
+from wellcond.jacobian.ranks import RankBound, counted_biases, stack_rank_bound, wide_rank_bound, wide_shape
+from wellcond.linalg.spectrum import SMALLEST_ON_DEVICE, where_decomposed
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxJacobian(JacobianOperator):
+    """The Jacobian of a plain softmax head, outputs x parameters.
+
+    Attributes:
+        head: tokens and weights.
+        biases: biases of the head count as parameters.
+        built: its factors, where they were built together with those of other heads.
+        token_ranks: ranks of tokens that heads share, filled as they are computed.
+    """
+
+    head: Head
+    biases: bool = False
+    built: JacobianFactors | None = None
+    token_ranks: dict[Any, tuple[int, bool]] = field(default_factory=dict, repr=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """R dv outputs, and the weights of the group."""
+        return wide_shape(self.head, biases=self.biases)
+
+    @cached_property
+    def factors(self) -> JacobianFactors:
+        """Built once, when first needed."""
+        return self.built or build_factors(self.head, biases=self.biases)
+
+    def output(self) -> Tensor:
+        """P V, (g, N, dv)."""
+        return self.head.output()
+
+    def rank_bound(self) -> RankBound:
+        """See `wide_rank_bound`."""
+        return wide_rank_bound(self.head, biases=self.biases, known=self.token_ranks)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """J v; see the formulas of this file."""
+        head, (x, y_k, y_v) = self.head, self._inputs
+        p, g, d, dv = self._map, head.num_query_heads, head.head_dim, head.value_dim
+        widths = (g * x.shape[1] * d, y_k.shape[1] * d, y_v.shape[1] * dv)
+        of_q, of_k, of_v = v.to(x.device).split(widths)
+        dq = (x @ of_q.view(g, -1, d)).flatten(0, 1)
+        dk, values = y_k @ of_k.view(-1, d), y_v @ of_v.view(-1, dv)
+        logits = dq @ head.keys().T + head.queries().flatten(0, 1) @ dk.T
+        return (head.scale * through_softmax(p, logits) @ head.values() + p @ values).flatten().cpu()
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        """J^T u; see the formulas of this file."""
+        head, (x, y_k, y_v) = self.head, self._inputs
+        p, g = self._map, head.num_query_heads
+        rows = u.to(x.device).view(head.num_rows, -1)
+        pulled = head.scale * through_softmax(p, rows @ head.values().T)
+        of_q = x.T @ (pulled @ head.keys()).unflatten(0, (g, -1))
+        of_k, of_v = y_k.T @ (pulled.T @ head.queries().flatten(0, 1)), y_v.T @ (p.T @ rows)
+        return torch.cat([part.flatten() for part in (of_q, of_k, of_v)]).cpu()
+
+    @cached_property
+    def _map(self) -> Tensor:
+        return self.head.probabilities().flatten(0, 1)
+
+    @cached_property
+    def _inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the query, key and value parameters multiply."""
+        with_q, with_k, with_v = counted_biases(self.head, self.biases)
+        y = self.head.memory
+        return with_constant(self.head.x, with_q), with_constant(y, with_k), with_constant(y, with_v)
+
+    def as_matrix(self) -> Tensor:
+        """J with compressed tokens: the same singular values."""
+        return explicit_jacobian(self.factors)
+
+    def gram(self, side: Side = "outputs") -> GramOperator:
+        """J J^T, or J^T J of the compressed parameters where that is smaller."""
+        head, n, columns = self.head, self.head.num_outputs, self.num_columns
+        device = head.x.device
+        if side == "outputs" or n <= columns:
+            return GramOperator(
+                n, self._gram_product, lambda: output_gram(self.factors), device=device, steps=self._output_steps
+            )
+        widest = max(head.num_query_heads * min(head.x.shape), min(head.memory.shape))
+        return GramOperator(
+            columns,
+            self._parameter_product,
+            lambda: parameter_gram(self.factors),
+            scratch=2 * head.num_rows * widest**2,
+            factor_rows=n,
+            device=device,
+            steps=self._parameter_steps,
+        )
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of J with respect to the weights, compressed."""
+        g, d, dv = self.head.num_query_heads, self.head.head_dim, self.head.value_dim
+        return g * d * min(self.head.x.shape) + (d + dv) * min(self.head.memory.shape)
+
+    def _gram_product(self, u: Tensor) -> Tensor:
+        return self._output_steps().matmat(u.to(self.head.x.device)[None])[0].cpu()
+
+    def _parameter_product(self, w: Tensor) -> Tensor:
+        return pull_back(self.factors, push_forward(self.factors, w.to(self.head.x.device)[None]))[0].cpu()
+
+    def _output_steps(self) -> OutputSteps:
+        return OutputSteps(self.factors)
+
+    def _parameter_steps(self) -> ParameterSteps | None:
+        """None for biases, whose null space is not known as a basis."""
+        return None if self.biases else parameter_steps(self.head, self.factors)
+
+    @property
+    def hints(self) -> Hints:
+        """Bounds (L) and (U1), the closed form of sigma_min, J by automatic differentiation."""
+        return Hints(
+            bounds=self.bounds,
+            closed_minimum=self.closed_minimum,
+            lower_kappa=self.lower_kappa,
+            reference=lambda: torch.cat(list(dense_jacobian(self.head, biases=self.biases).values()), dim=1),
+            grams=_smaller_grams,
+            matrices=_matrices,
+        )
+
+    def bounds(self) -> tuple[float, float]:
+        """Bounds (L) on sigma_min and (U1) on sigma_max."""
+        lower = lower_square(lower_parts(self.factors, len(self.factors.x), less_rounding=True))
+        return math.sqrt(lower), norm_bound(self.factors)
+
+    def closed_minimum(self) -> tuple[float, float] | None:
+        """An interval for sigma_min that closes when the values can make a constant, V u = 1 (theory.md, section 6).
+
+        Then M_r^T u = 0 and B_r^T u = 0, because Lambda_r 1 = 0: on w (x) u only J_V acts, and with w the last left
+        singular vector of P Y the lower bound sigma_R(PY) of (L) is attained. The upper end is |J^T v| of that very
+        vector, whatever the residual of V u = 1, so the interval is sure. None if P Y has more rows than columns.
+        """
+        if self.factors.py.shape[0] > self.factors.py.shape[1]:
+            return None
+        low, high = self.factors.for_all(_closed_minima).tolist()
+        return (low, high) if math.isfinite(high) else None
+
+    def lower_kappa(self) -> float:
+        """sigma_max is at least |PY|, and sigma_min at most the upper end of `closed_minimum`."""
+        interval = self.closed_minimum()
+        return 0.0 if interval is None or interval[1] == 0 else float(self.factors.py_values[0]) / interval[1]
+
+
+def _smaller_grams(operators: Sequence[SoftmaxJacobian]) -> Tensor:
+    build = output_gram if operators[0].head.num_outputs <= operators[0].num_columns else parameter_gram
+    return build(stack_factors([one.factors for one in operators]))
+
+
+def _matrices(operators: Sequence[SoftmaxJacobian]) -> Tensor:
+    return explicit_jacobian(stack_factors([one.factors for one in operators]))
+
+
+def _closed_minima(stack: FactorStack) -> Tensor:
+    """sigma_R(PY) and |J^T (w (x) u)| of each head, (heads, 2); NaN where no u comes near V u = 1."""
+    left, sigma, _ = torch.linalg.svd(where_decomposed(stack.py), full_matrices=False)
+    v = stack.v.cpu()  # a small problem of any rank, for which a GPU has no driver
+    u = torch.linalg.lstsq(v, v.new_ones(*v.shape[:-1], 1), driver="gelsd").solution
+    u = (u / torch.linalg.vector_norm(u, dim=-2, keepdim=True))[:, None].to(stack.m.device)  # (heads, 1, dv, 1)
+    w = left[..., -1:].to(stack.m.device)
+    to_q = stack.x.mT @ (w * (stack.m.mT @ u)[..., 0])
+    to_k = stack.q.mT @ (w * (stack.b.mT @ u)[..., 0])
+    lengths = [torch.linalg.vector_norm(part, dim=(-2, -1)) for part in (to_q, to_k, stack.py.mT @ w)]
+    return torch.stack([sigma[..., -1], torch.linalg.vector_norm(torch.stack(lengths), dim=0).to(sigma.device)], -1)
+
+
+def stack_size(heads: Sequence[Head], room: int) -> int:
+    """How many heads of a layer are measured together: small ones of one shape, as many as fit into `room` bytes."""
+    head, operator = heads[0], SoftmaxJacobian(heads[0])
+    if head.num_outputs >= SMALLEST_ON_DEVICE or not can_stack(heads):
+        return 1
+    keys, width = len(head.memory), min(head.memory.shape) + head.head_dim + head.value_dim
+    # J and a copy, its factors and one row of their making, and P.
+    entries = head.num_outputs * (2 * operator.num_columns + width) + (2 * width + head.num_rows) * keys
+    return max(1, room // (8 * entries))
+
+
+def softmax_jacobians(heads: Sequence[Head], biases: bool = False) -> list[SoftmaxJacobian]:
+    """Operators of heads that `can_stack`, with factors built together; one head builds its own when needed."""
+    if len(heads) == 1:
+        return [SoftmaxJacobian(heads[0], biases)]
+    built, ranks = build_all_factors(heads, biases=biases), dict[Any, tuple[int, bool]]()
+    return [SoftmaxJacobian(head, biases, factors, ranks) for head, factors in zip(heads, built, strict=True)]
+
+
+def stacked_jacobian(operator: JacobianOperator) -> StackedJacobian:
+    """The same head in the papers' convention [J_Q; J_K; J_V].
+
+    Raises: NotDefinedError unless it is one plain softmax head.
+    """
+    if not isinstance(operator, SoftmaxJacobian):
+        raise NotDefinedError("the stacked convention is defined for plain softmax attention only")
+    return StackedJacobian(operator.head, None if operator.biases else operator.built, operator.token_ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class StackedJacobian(JacobianOperator):
+    """The papers' stacked matrix [J_Q; J_K; J_V] of one head, 3 R dv x Dd.
+
+    Its rows outnumber its columns, so methods work on H = J^T J, in the basis of the compressed tokens.
+    """
+
+    head: Head
+    built: JacobianFactors | None = None
+    token_ranks: dict[Any, tuple[int, bool]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse heads on which it is not defined."""
+        head = self.head
+        if head.num_query_heads > 1 or head.y is not None or head.value_dim != head.head_dim:
+            raise NotDefinedError(
+                "the stacked convention is defined for one self-attention head without biases, dv = d"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """3 R dv outputs, D d parameters."""
+        return 3 * self.head.num_outputs, self.head.head_dim * self.head.width
+
+    @cached_property
+    def factors(self) -> JacobianFactors:
+        """Queries and keys read the same tokens, compressed alike: the three parameter spaces keep one basis."""
+        return self.built or build_factors(self.head)
+
+    @cached_property
+    def _wide(self) -> SoftmaxJacobian:
+        return SoftmaxJacobian(self.head)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """The same direction of W_Q, of W_K and of W_V, one after the other."""
+        nothing = torch.zeros_like(v)
+        alone = [(v, nothing, nothing), (nothing, v, nothing), (nothing, nothing, v)]
+        return torch.cat([self._wide.matvec(torch.cat(parts)) for parts in alone])
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        """The sum of J_Q^T u_Q, J_K^T u_K and J_V^T u_V."""
+        pulled = [self._wide.rmatvec(part).chunk(3)[at] for at, part in enumerate(u.chunk(3))]
+        return pulled[0] + pulled[1] + pulled[2]
+
+    def rank_bound(self) -> RankBound:
+        """See `stack_rank_bound`."""
+        return stack_rank_bound(self.head, known=self.token_ranks)
+
+    def as_matrix(self) -> Tensor:
+        """The three blocks below each other, with compressed tokens: (3 R dv, D~ d)."""
+        return _stacked_matrices([self])[0]
+
+    def gram(self, side: Side = "outputs") -> GramOperator:
+        """H = J_Q^T J_Q + J_K^T J_K + J_V^T J_V, on either side."""
+        head = self.head
+        return GramOperator(
+            head.head_dim * min(head.x.shape),
+            self._gram_product,
+            lambda: stack_gram(self.factors),
+            scratch=2 * head.num_rows * head.head_dim**2,
+            factor_rows=head.num_outputs,
+            device=head.x.device,
+        )
+
+    def _gram_product(self, flat: Tensor) -> Tensor:
+        """H w: forward to the outputs of the three blocks, and back."""
+        f, w = self.factors, flat.to(self.head.x.device).view(-1, self.head.head_dim)
+        of_q = torch.einsum("roc,rc->ro", f.m, f.x @ w)
+        of_k = torch.einsum("roa,ra->ro", f.b, f.q @ w.T)
+        back = f.x.T @ torch.einsum("roc,ro->rc", f.m, of_q) + torch.einsum("roa,ro->ra", f.b, of_k).T @ f.q
+        return (back + f.py.T @ (f.py @ w)).flatten().cpu()
+
+    @property
+    def hints(self) -> Hints:
+        """(U1) holds for the stacked matrix too."""
+        return Hints(
+            bounds=lambda: (0.0, norm_bound(self.factors)),
+            reference=lambda: torch.cat(list(dense_jacobian(self.head).values())),
+            grams=lambda operators: stack_gram(stack_factors([one.factors for one in operators])),
+            matrices=_stacked_matrices,
+        )
+
+
+def _stacked_matrices(operators: Sequence[StackedJacobian]) -> Tensor:
+    jacobian = explicit_jacobian(stack_factors([one.factors for one in operators]))
+    return torch.cat(jacobian.tensor_split(3, dim=-1), dim=-2)
+
+
+def dense_jacobian(head: Head, *, biases: bool = False) -> dict[str, Tensor]:
+    """J_Q, J_K, J_V (R dv, parameters) by automatic differentiation: the reference for small sizes, never optimised.
+
+    Parameters are flattened as the D x d matrix row by row; a bias is the last row of its block.
+    """
+    g, d = head.num_query_heads, head.head_dim
+
+    def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+        return weight.mT if bias is None or not biases else torch.cat([weight.mT, bias[..., None, :]], dim=-2)
+
+    def output(wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+        def project(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if bias is not None and biases:
+                return tokens @ weight[..., :-1, :] + weight[..., -1:, :]
+            return tokens @ weight + (0.0 if bias is None else bias[..., None, :])
+
+        q, k = project(head.x, wq, head.query_biases), project(head.memory, wk, head.b_k)
+        v = project(head.memory, wv, head.b_v)
+        logits = head.scale * q @ k.mT
+        logits = logits if head.mask is None else logits + head.mask
+        return logits.softmax(-1) @ v
+
+    weights = (
+        with_bias(head.query_weights, head.query_biases),
+        with_bias(head.w_k, head.b_k),
+        with_bias(head.w_v, head.b_v),
+    )
+    jacobians = torch.func.jacrev(output, argnums=(0, 1, 2))(*weights)
+    assert output(*weights).shape == (g, head.num_tokens, head.value_dim) and weights[1].shape[-1] == d
+    return {name: j.reshape(head.num_outputs, -1) for name, j in zip("qkv", jacobians, strict=True)}
