@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.attention.site import Place
+from wellcond.attention.site import ModuleContext
 
 NAN, INF = float("nan"), float("inf")
 X = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -193,7 +193,7 @@ def place():
     module = nn.Module()
     module.q, module.k, module.v = (nn.Linear(8, 8) for _ in range(3))
     module.qkv, module.kv = nn.Linear(8, 24), nn.Linear(8, 16)
-    return Place("", module, module)
+    return ModuleContext("", module, module)
 
 
 BUILDERS = {

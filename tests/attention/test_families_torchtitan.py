@@ -9,12 +9,12 @@ import torch
 
 import wellcond as wc
 from attention.modern import HeldElsewhere
-from wellcond.attention.site import AttentionSite, Place
+from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.attention.structure import describe_by_structure
 
 
 def assert_proven(site: AttentionSite) -> None:
-    [proven] = describe_by_structure(Place("", site.module, site.module))
+    [proven] = describe_by_structure(ModuleContext("", site.module, site.module))
     assert proven.evidence == "forward"
     for role, slot in site.slots.items():
         assert slot.owner is proven.slots[role].owner

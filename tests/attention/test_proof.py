@@ -19,7 +19,7 @@ from attention.modern import (
 )
 from wellcond.attention import trial
 from wellcond.attention.proof import prove
-from wellcond.attention.site import Place
+from wellcond.attention.site import ModuleContext
 
 KINDS = {
     "plain": {"rotary": False},
@@ -39,7 +39,7 @@ KINDS = {
 
 def judged(module, describe):
     """The proof of one reading of a module."""
-    first = next(iter(trial.trials(Place("", module, module), [32])))
+    first = next(iter(trial.trials(ModuleContext("", module, module), [32])))
     with trial.healthy([describe(first.module)]) as streams:
         return prove(streams, first.run, local=first.local)
 
@@ -48,7 +48,7 @@ def reading(heads, kv_heads, roles="qkvo"):
     def describe(on):
         parts = {"q": on.q_proj, "k": on.k_proj, "v": on.v_proj}
         q, k, v = (parts[letter] for letter in roles[:3])
-        place = Place("", on, on)
+        place = ModuleContext("", on, on)
         counts = {"num_heads": heads, "num_kv_heads": kv_heads}
         return wc.separate_site(place, q, k, v, output=on.o_proj, **counts)
 

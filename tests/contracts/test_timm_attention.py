@@ -20,7 +20,8 @@ from contracts.cases_timm import CASES, USUAL, Call, Case, tokens
 from contracts.harness import randomise_
 from wellcond.attention.find import find_attention, scan_attention
 from wellcond.attention.layout import head_rows
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.cli.zoo.walk import inspect_model
 from wellcond.errors import UnsupportedLayoutError
 

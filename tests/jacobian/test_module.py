@@ -235,9 +235,9 @@ class Through(nn.Module):
 
 
 def _as_vit(module: nn.Module) -> list[wc.AttentionSite]:
-    from wellcond.attention.site import Place
+    from wellcond.attention.site import ModuleContext
 
-    return [wc.fused_site(Place("", module, module), module.qkv, num_heads=4, output=module.proj, scale=0.5)]
+    return [wc.fused_site(ModuleContext("", module, module), module.qkv, num_heads=4, output=module.proj, scale=0.5)]
 
 
 def test_wrong_derivatives_fail_the_adjoint_test():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from wellcond.arguments import check_model, describe
 from wellcond.attention.find import Scan, refuse_adapters, scan_attention
-from wellcond.attention.sharding import is_distributed, local_part, reshard_
+from wellcond.attention.sharding import is_distributed, reshard_, to_local
 from wellcond.attention.site import AttentionSite, closest_paths, path_matches
 from wellcond.attention.slot import Slot, stored_parameter
 from wellcond.errors import ConditioningError, SiteNotFoundError, WeightError, check_choice
@@ -194,7 +194,7 @@ def _check_memory(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]
     """Two parameters that are views of the same numbers are tied without anybody knowing."""
     spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
-        stored = local_part(parameter)
+        stored = to_local(parameter)
         if stored.device.type != "meta" and stored.numel():
             first = int(stored.storage_offset())
             last = first + sum(int((size - 1) * step) for size, step in zip(stored.shape, stored.stride(), strict=True))
@@ -259,7 +259,7 @@ class Rollback:
     def keep(self, tensor: Tensor) -> Tensor:
         """Remember the numbers of a tensor; returns them, of a sharded tensor those of this rank."""
         if id(tensor) not in self.numbers:
-            self.numbers[id(tensor)] = tensor, local_part(tensor).detach().clone()
+            self.numbers[id(tensor)] = tensor, to_local(tensor).detach().clone()
         return self.numbers[id(tensor)][1]
 
     @torch.no_grad()
@@ -275,7 +275,7 @@ class Rollback:
                 attributes[name].clear()
                 attributes[name].update(content)
         for tensor, numbers in self.numbers.values():
-            local_part(tensor).copy_(numbers)
+            to_local(tensor).copy_(numbers)
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from wellcond.attention.sharding import unwrap, whole
+from wellcond.attention.sharding import full_tensor, unwrap
 
 CORRECTIONS_ATTRIBUTE = "_wellcond_corrections"
 PLAIN_CLASS_ATTRIBUTE = "_wellcond_plain_class"
@@ -58,8 +58,8 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
     """
     correction, raw = corrections_of(module).get(name), module._parameters.get(name)
     if correction is None or raw is None:
-        return whole(getattr(module, name))
-    return correction.effective(module, whole(raw))
+        return full_tensor(getattr(module, name))
+    return correction.effective(module, full_tensor(raw))
 
 
 def remove_conditioning(module: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Which function describes which attention class, and the walk over a model that describes every attention layer.
 
-An adapter is a function from a `Place` to an `AttentionSite` (or None: "not one of mine after all").
+An adapter is a function from a `ModuleContext` to an `AttentionSite` (or None: "not one of mine after all").
 It is found by the dotted name of the module's class, so describing a GPT-2 imports nothing from transformers. A
 subclass inherits the adapter of its base only if it keeps the base's `forward`: another forward may read the rows in
 another order. Register the adapter for the subclass to opt in.
@@ -19,7 +19,7 @@ from torch import nn
 
 from wellcond.arguments import check_flag, check_model
 from wellcond.attention.families import Adapter, known_classes, table_of
-from wellcond.attention.site import AttentionSite, Place, Sites
+from wellcond.attention.site import AttentionSite, ModuleContext, Sites
 from wellcond.attention.structure import describe_by_structure, judge_declared
 from wellcond.attention.trial import Example
 from wellcond.errors import AttentionNotFoundError, LayoutWarning, UnsupportedLayoutError, WeightError
@@ -146,7 +146,7 @@ def scan_attention(model: nn.Module) -> Scan:
     for name, module in model.named_modules():
         if any(name.startswith(f"{site.name}.") or site.name == "" for site in sites):
             continue  # a part of an attention that is already described
-        place = Place(name, module, model)
+        place = ModuleContext(name, module, model)
         registered = _registered_name(module)
         try:
             found = describe_by_structure(place) if registered is None else [_described(place, registered)]
@@ -163,7 +163,7 @@ def scan_attention(model: nn.Module) -> Scan:
     return Scan(model, sites, refusals)
 
 
-def _described(place: Place, registered: str) -> AttentionSite | None:
+def _described(place: ModuleContext, registered: str) -> AttentionSite | None:
     """What an adapter says; if it is not one of wellcond's own, as far as a trial run of the module agrees.
 
     Raises: UnsupportedLayoutError if the forward pass reads other heads than the adapter declares.
@@ -192,7 +192,7 @@ def _described(place: Place, registered: str) -> AttentionSite | None:
     return replace(site, evidence="declared")
 
 
-def _with_kind_of_base(place: Place, site: AttentionSite) -> AttentionSite:
+def _with_kind_of_base(place: ModuleContext, site: AttentionSite) -> AttentionSite:
     """A subclass with a forward of its own has what modifies its base, and its kind if it could not be tried."""
     adapter = None if site.evidence == "adapter" else find_base_adapter(place.module)
     base = None if adapter is None or site.stream else adapter(place)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.arguments import check_int, describe
-from wellcond.attention.site import AttentionSite, Place, Slot
+from wellcond.attention.site import AttentionSite, ModuleContext
+from wellcond.attention.slot import Slot
 from wellcond.errors import UnsupportedLayoutError, WeightError, check_choice
 
 Arrangement = Literal["blocks", "groups"]
@@ -166,7 +167,7 @@ def projection_slot(projection: nn.Module, rows: Tensor, *, heads_on_input: bool
     )
 
 
-def output_slot(place: Place, output: nn.Module | None, num_heads: int, head_dim: int) -> Slot | None:
+def output_slot(place: ModuleContext, output: nn.Module | None, num_heads: int, head_dim: int) -> Slot | None:
     """Slot of W_O, whose heads are columns; None where there is no plain output projection."""
     if output is None or isinstance(output, nn.Identity):
         return None
@@ -182,7 +183,7 @@ def output_slot(place: Place, output: nn.Module | None, num_heads: int, head_dim
     return slot
 
 
-def check_rows(place: Place, what: str, got: int, counts: list[int], head_dims: list[int]) -> None:
+def check_rows(place: ModuleContext, what: str, got: int, counts: list[int], head_dims: list[int]) -> None:
     """Refuse a projection whose rows are not the declared heads."""
     expected = sum(count * dim for count, dim in zip(counts, head_dims, strict=True))
     if got != expected:
@@ -194,7 +195,7 @@ def check_rows(place: Place, what: str, got: int, counts: list[int], head_dims: 
         )
 
 
-def divide_heads(place: Place, what: str, rows: int, num_heads: int) -> int:
+def divide_heads(place: ModuleContext, what: str, rows: int, num_heads: int) -> int:
     """Head width when only the number of heads is declared."""
     if num_heads < 1 or rows % num_heads:
         raise UnsupportedLayoutError(
@@ -205,12 +206,12 @@ def divide_heads(place: Place, what: str, rows: int, num_heads: int) -> int:
     return rows // num_heads
 
 
-def _check_counts(place: Place, **counts: Any) -> None:
+def _check_counts(place: ModuleContext, **counts: Any) -> None:
     """Refuse counts that are no whole numbers above zero; None is one that was not declared.
 
     Raises: TypeError, ValueError.
     """
-    if not isinstance(place, Place):
+    if not isinstance(place, ModuleContext):
         raise TypeError(f"place: expected what an adapter is called with, got {describe(place)}")
     for name, count in counts.items():
         if count is not None or name == "num_heads":
@@ -218,7 +219,7 @@ def _check_counts(place: Place, **counts: Any) -> None:
 
 
 def _site(
-    place: Place, slots: tuple[Slot, Slot, Slot], output: nn.Module | None, facts: dict[str, Any]
+    place: ModuleContext, slots: tuple[Slot, Slot, Slot], output: nn.Module | None, facts: dict[str, Any]
 ) -> AttentionSite:
     """A site with facts by the names of the fields that no builder sets.
 
@@ -232,7 +233,7 @@ def _site(
 
 
 def separate_site(
-    place: Place,
+    place: ModuleContext,
     q: nn.Module,
     k: nn.Module,
     v: nn.Module,
@@ -257,7 +258,7 @@ def separate_site(
 
 
 def fused_site(
-    place: Place,
+    place: ModuleContext,
     qkv: nn.Module,
     *,
     num_heads: int,
@@ -286,7 +287,7 @@ def fused_site(
 
 
 def query_and_kv_site(
-    place: Place,
+    place: ModuleContext,
     q: nn.Module,
     kv: nn.Module,
     *,

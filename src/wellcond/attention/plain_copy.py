@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wellcond.attention.sharding import whole
+from wellcond.attention.sharding import full_tensor
 
 HOOKS = (
     "_forward_hooks",
@@ -42,7 +42,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 def gathered(tensor: Tensor) -> Tensor:
     """The values of a tensor on the CPU; every process that holds a part must call this."""
-    return whole(tensor.detach()).cpu().clone()
+    return full_tensor(tensor.detach()).cpu().clone()
 
 
 def plain_copy(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from wellcond.attention import layout, names
-from wellcond.attention.site import AttentionSite, Place
+from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.attention.slot import Slot, stored_parameter
 from wellcond.errors import UnsupportedLayoutError
 
@@ -45,7 +45,7 @@ class Reading:
     code: str = ""
     """The same as a user would write it, by the module's own names."""
 
-    def adapter_to_paste(self, place: Place) -> str:
+    def adapter_to_paste(self, place: ModuleContext) -> str:
         """Advice that ends in an adapter to correct and paste."""
         cls = type(place.module)
         importable = cls.__module__ != "__main__" and "<locals>" not in cls.__qualname__
@@ -74,7 +74,7 @@ def _may_be_attention(module: nn.Module) -> bool:
     return False
 
 
-def list_readings(place: Place) -> list[Reading]:
+def list_readings(place: ModuleContext) -> list[Reading]:
     """Every reading of a module's projections that names and shapes allow; empty if it is no attention.
 
     Raises: UnsupportedLayoutError if rows do not fit the head count that the module declares.
@@ -96,7 +96,7 @@ def _fitting(build: Callable[..., Reading], *arguments: Any) -> Reading | Unsupp
         return problem
 
 
-def _module_readings(place: Place) -> Iterator[Reading | UnsupportedLayoutError]:
+def _module_readings(place: ModuleContext) -> Iterator[Reading | UnsupportedLayoutError]:
     """Readings of projections that are modules, of this module or of one part of it that holds nothing else."""
     output = find_output(place.module)
     for path in _holders(place.module, output):
@@ -129,7 +129,7 @@ def _holds_projections_only(part: nn.Module) -> bool:
 
 
 def build_reading(
-    place: Place, parts: Sequence[str], counts: dict[str, Any], options: dict[str, str], output: str | None
+    place: ModuleContext, parts: Sequence[str], counts: dict[str, Any], options: dict[str, str], output: str | None
 ) -> Reading:
     """The reading that a builder makes of some parts of a module, with the call as text."""
     module = place.module
@@ -176,7 +176,7 @@ def _strided(reading: Reading) -> Reading:
     return Reading(_streams(strided), f"{reading.text} with strided groups", reading.code)
 
 
-def _head_counts(place: Place, path: str, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _head_counts(place: ModuleContext, path: str, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """What is declared of the heads; where nothing is, every number that the rows allow."""
     holder = replace(place, module=place.module.get_submodule(path))
     counts = {key: first_int(place, known) or first_int(holder, known) for key, known in COUNTS.items()}
@@ -205,7 +205,7 @@ def find_output(module: nn.Module) -> str | None:
     return None
 
 
-def first_int(place: Place, wanted: Iterable[str]) -> int | None:
+def first_int(place: ModuleContext, wanted: Iterable[str]) -> int | None:
     """The first whole number under one of these names: of the module, else of a config object around it."""
     for values in ((getattr(place.module, name, None) for name in wanted), (place.config(name) for name in wanted)):
         for value in values:
@@ -229,7 +229,7 @@ def _streams(site: AttentionSite) -> list[AttentionSite]:
         return [site]
     output = getattr(site.module, output_name, None)
     added = layout.separate_site(
-        Place(f"{site.name}.added" if site.name else "added", site.module, site.module),
+        ModuleContext(f"{site.name}.added" if site.name else "added", site.module, site.module),
         *parts,  # type: ignore[arg-type]
         num_heads=site.num_heads,
         num_kv_heads=site.num_kv_heads,
@@ -242,7 +242,7 @@ def _streams(site: AttentionSite) -> list[AttentionSite]:
 # Projections that are parameters of the module
 
 
-def _parameter_readings(place: Place) -> Iterator[Reading | UnsupportedLayoutError]:
+def _parameter_readings(place: ModuleContext) -> Iterator[Reading | UnsupportedLayoutError]:
     own = {name: value for name, value in place.module.named_parameters(recurse=False) if value.dim() >= 2}
     trio = next((wanted for wanted in names.SEPARATE if all(name in own for name in wanted)), None)
     stack = next((name for name in own if name in names.STACKS), None)
@@ -260,7 +260,7 @@ def _parameter_readings(place: Place) -> Iterator[Reading | UnsupportedLayoutErr
 
 
 def _three_parameters(
-    place: Place, trio: Sequence[str], output: str | None, transposed: bool, out_transposed: bool
+    place: ModuleContext, trio: Sequence[str], output: str | None, transposed: bool, out_transposed: bool
 ) -> Reading:
     """Three parameters (heads, ., .) or (., .), and the output's if it has one."""
     q, k, v = (_parameter_slot(place, name, transposed) for name in trio)
@@ -268,7 +268,7 @@ def _three_parameters(
     return _parameter_reading(place, q, k, v, o)
 
 
-def _parameter_slot(place: Place, name: str, transposed: bool, *, on_input: bool = False) -> Slot:
+def _parameter_slot(place: ModuleContext, name: str, transposed: bool, *, on_input: bool = False) -> Slot:
     stored = place.module.get_parameter(name)
     out, columns = (stored.shape[-1], stored.shape[-2]) if transposed else (stored.shape[-2], stored.shape[-1])
     width = columns if on_input else out
@@ -279,7 +279,7 @@ def _parameter_slot(place: Place, name: str, transposed: bool, *, on_input: bool
     return Slot(place.module, name, rows, transposed, on_input, bias_name=bias, by_head=by_head)
 
 
-def _stack(place: Place, name: str, view: tuple[int, ...], transposed: bool, out_transposed: bool) -> Reading:
+def _stack(place: ModuleContext, name: str, view: tuple[int, ...], transposed: bool, out_transposed: bool) -> Reading:
     """One parameter with Q, K, V and perhaps O, one below the other or along a first axis."""
     rows, width = (view[2], view[1]) if transposed else (view[1], view[2])
     table = layout.head_rows(*_heads_of_rows(place, rows))
@@ -305,7 +305,7 @@ def _views(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield count, shape[0], shape[1] // count
 
 
-def _heads_of_rows(place: Place, rows: int) -> tuple[int, int]:
+def _heads_of_rows(place: ModuleContext, rows: int) -> tuple[int, int]:
     heads, kv_heads, width = (first_int(place, known) for known in (names.HEADS, names.KV_HEADS, names.HEAD_DIM))
     for count in (heads, kv_heads):
         if count and rows % count == 0 and (width is None or count * width == rows):
@@ -315,7 +315,7 @@ def _heads_of_rows(place: Place, rows: int) -> tuple[int, int]:
     )
 
 
-def _parameter_reading(place: Place, q: Slot, k: Slot, v: Slot, o: Slot | None) -> Reading:
+def _parameter_reading(place: ModuleContext, q: Slot, k: Slot, v: Slot, o: Slot | None) -> Reading:
     if q.head_dim != k.head_dim or q.in_features != k.in_features:
         raise _does_not_fit(place, "its queries and keys have other sizes.")
     if q.num_heads % k.num_heads or k.num_heads != v.num_heads:
@@ -339,11 +339,11 @@ def _slot_text(path: str, slot: Slot) -> str:
     return f"wellcond.Slot({', '.join(arguments)})"
 
 
-def _does_not_fit(place: Place, problem: str) -> UnsupportedLayoutError:
+def _does_not_fit(place: ModuleContext, problem: str) -> UnsupportedLayoutError:
     return UnsupportedLayoutError(place.name, problem, class_name=place.class_name)
 
 
-def _module_output(place: Place, q: Slot) -> Slot | None:
+def _module_output(place: ModuleContext, q: Slot) -> Slot | None:
     output = find_output(place.module)
     module = None if output is None else place.module.get_submodule(output)
     return layout.output_slot(place, module, q.num_heads, q.head_dim)

@@ -23,13 +23,13 @@ def is_distributed(tensor: Tensor | None) -> bool:
     return tensor is not None and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, gathered if it is sharded; every rank that holds a shard must call this."""
     return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
-class Box:
+class LocalShard:
     """Where the shard of this rank lies in a distributed tensor."""
 
     offsets: tuple[int, ...]
@@ -47,10 +47,10 @@ class Box:
         return (positions >= first) & (positions < first + self.sizes[axis])
 
 
-def box_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Box:
+def local_shard(tensor: Tensor, shape: tuple[int, ...] | None = None) -> LocalShard:
     """Where the shard of this rank lies in a distributed tensor; in a compiled graph, `shape` must be given."""
     shape = tuple(tensor.shape) if shape is None else shape
-    return Box(*_offsets_and_sizes(shape, tensor.device_mesh, tensor.placements))  # type: ignore[attr-defined]
+    return LocalShard(*_offsets_and_sizes(shape, tensor.device_mesh, tensor.placements))  # type: ignore[attr-defined]
 
 
 @constant_when_compiled
@@ -59,7 +59,7 @@ def _offsets_and_sizes(shape: tuple[int, ...], mesh: Any, placements: Any) -> tu
     return offsets, sizes
 
 
-def like(tensor: Tensor, part: Tensor) -> Tensor:
+def from_local(tensor: Tensor, part: Tensor) -> Tensor:
     """A distributed tensor placed like `tensor`, of which this rank holds `part`; gradients pass."""
     from torch.distributed.tensor import DTensor
 
@@ -73,7 +73,7 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
     )
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """The shard of this rank, or the tensor itself where it is not sharded; a view of the same memory."""
     return tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
@@ -87,7 +87,7 @@ def broadcast_from_rank_zero(values: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(values, mesh, [Replicate()] * mesh.ndim).to_local()
 
 
-def any_process(holds: bool, tensor: Tensor) -> bool:
+def any_rank(holds: bool, tensor: Tensor) -> bool:
     """Whether something holds on one of the ranks that have a shard of `tensor`; all of them must call this."""
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     count = torch.tensor(int(holds), device=mesh.device_type)

@@ -204,7 +204,7 @@ def closest_paths(path: str, names: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ModuleContext:
     """A module and where it stands in its model: what an adapter is called with."""
 
     name: str

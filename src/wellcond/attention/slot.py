@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from wellcond.arguments import check_tensor
 from wellcond.attention.effective import corrections_of, effective_weight
-from wellcond.attention.sharding import box_of, is_distributed, local_part, whole
+from wellcond.attention.sharding import full_tensor, is_distributed, local_shard, to_local
 from wellcond.errors import WeightError
 
 
@@ -180,7 +180,7 @@ class Slot:
 
     def read_raw(self) -> Tensor:
         """Heads of the stored parameter (what the optimiser updates), gathered like those of `read`."""
-        return self.take_heads(whole(self.parameter))
+        return self.take_heads(full_tensor(self.parameter))
 
     @torch.no_grad()
     def write_(self, heads: Tensor) -> None:
@@ -198,7 +198,7 @@ class Slot:
         mask = torch.zeros_like(values, dtype=torch.bool)
         self.put_heads_(values, heads)
         self.put_heads_(mask, torch.ones_like(heads, dtype=torch.bool))
-        stored, box = local_part(self.parameter), box_of(self.parameter)
+        stored, box = to_local(self.parameter), local_shard(self.parameter)
         stored.copy_(torch.where(box.of(mask).to(stored.device), box.of(values).to(stored), stored))
 
     # The bias
@@ -212,7 +212,7 @@ class Slot:
     def read_bias(self) -> Tensor | None:
         """Bias of each head ``(heads, head_dim)``, of the whole output for O, or None where there is none."""
         stored = self.stored_bias()
-        bias = None if stored is None else whole(stored)
+        bias = None if stored is None else full_tensor(stored)
         if bias is None or self.heads_on_input:
             return bias
         rows = self.rows if self.bias_rows is None else self.bias_rows
@@ -225,7 +225,7 @@ class Slot:
         if stored is None:
             raise ValueError("this projection has no bias")
         check_tensor("values", values)
-        bias, rows = whole(stored), self.rows if self.bias_rows is None else self.bias_rows
+        bias, rows = full_tensor(stored), self.rows if self.bias_rows is None else self.bias_rows
         expected = tuple(bias.shape) if self.heads_on_input else tuple(rows.shape)
         if tuple(values.shape) != expected:
             raise ValueError(f"expected a bias of shape {expected}, got {tuple(values.shape)}")
@@ -234,4 +234,4 @@ class Slot:
         else:
             bias.view(-1)[rows.to(bias.device)] = values.to(bias)
         if is_distributed(stored):
-            local_part(stored).copy_(box_of(stored).of(bias))
+            to_local(stored).copy_(local_shard(stored).of(bias))

@@ -24,7 +24,7 @@ from wellcond.attention import layout, trial
 from wellcond.attention.products import ProductRecorder, expected_heads, facts_of
 from wellcond.attention.proof import Proof, prove
 from wellcond.attention.readings import BUILDERS, Reading, build_reading, list_readings
-from wellcond.attention.site import AttentionSite, Place
+from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.attention.trial import Example, Trial
 from wellcond.errors import UnsupportedLayoutError
 
@@ -45,7 +45,9 @@ _VERDICTS: dict[object, Verdict] = {}
 """By class, sizes and settings of a module and by its readings: equal layers of a model are proven once."""
 
 
-def _once(place: Place, readings: Sequence[Reading], example: Example | None, judge: Callable[[], Verdict]) -> Verdict:
+def _once(
+    place: ModuleContext, readings: Sequence[Reading], example: Example | None, judge: Callable[[], Verdict]
+) -> Verdict:
     key = (_signature(place.module), example, tuple(reading.text for reading in readings))
     if key not in _VERDICTS:
         with trial.quiet():
@@ -67,7 +69,7 @@ def _signature(module: nn.Module) -> object:
 # A class that nobody named
 
 
-def describe_by_structure(place: Place) -> list[AttentionSite]:
+def describe_by_structure(place: ModuleContext) -> list[AttentionSite]:
     """The sites of a module (one per stream) of which one reading is proven; none if it is no attention.
 
     Raises: UnsupportedLayoutError if it looks like an attention and no reading is proven.
@@ -84,7 +86,7 @@ def describe_by_structure(place: Place) -> list[AttentionSite]:
     raise UnsupportedLayoutError(place.name, verdict.reason, class_name=place.class_name, advice=advice)
 
 
-def _judge_readings(place: Place, readings: list[Reading]) -> Verdict:
+def _judge_readings(place: ModuleContext, readings: list[Reading]) -> Verdict:
     tried = trial.why_not(place.module) or _try_readings(place, readings, None)
     if isinstance(tried, str):
         return Verdict(None, f"no reading of its weights could be proven: {tried}.")
@@ -119,7 +121,7 @@ class _Tried:
         return len(self.proofs) - 1 if self.proofs[-1].holds else None
 
 
-def _try_readings(place: Place, readings: Sequence[Reading], example: Example | None) -> _Tried | str:
+def _try_readings(place: ModuleContext, readings: Sequence[Reading], example: Example | None) -> _Tried | str:
     """The trial in which a reading is proven, else the first that ran; a text that says why, where none did."""
     first: _Tried | None = None
     failure: Exception | None = None
@@ -174,7 +176,7 @@ def _seen_facts(attempt: Trial, reading: Reading) -> dict[str, Any]:
 # What a user's adapter declares
 
 
-def judge_declared(place: Place, site: AttentionSite, example: Example | None = None) -> Verdict:
+def judge_declared(place: ModuleContext, site: AttentionSite, example: Example | None = None) -> Verdict:
     """Ask a module whether what an adapter declares of it is right; once for each class, configuration, declaration.
 
     Args:
@@ -197,7 +199,7 @@ def _declaration(site: AttentionSite) -> str:
     return repr((slots, stated, sorted(site.roles.items())))
 
 
-def _judge_declared(place: Place, declared: Reading, example: Example | None) -> Verdict:
+def _judge_declared(place: ModuleContext, declared: Reading, example: Example | None) -> Verdict:
     [site] = declared.streams
     if site.kind != "softmax":
         return Verdict(None, f"its kind is {site.kind}, whose symmetries are others")
@@ -232,7 +234,7 @@ def _compare_facts(site: AttentionSite, proof: Proof, seen: dict[str, Any]) -> V
     return Verdict(True, proof.reason, facts)
 
 
-def _alternatives(place: Place, site: AttentionSite) -> Iterator[Reading]:
+def _alternatives(place: ModuleContext, site: AttentionSite) -> Iterator[Reading]:
     """Other readings of the projections that were declared."""
     for letter, slot in site.slots.items():
         if slot.in_features == slot.out_features and not slot.by_head:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from wellcond.attention import names
 from wellcond.attention.effective import remove_conditioning
 from wellcond.attention.plain_copy import gathered, plain_copy
-from wellcond.attention.site import AttentionSite, Place
+from wellcond.attention.site import AttentionSite, ModuleContext
 
 FEATURE = 0
 """The feature that is zero in all tokens but one."""
@@ -66,7 +66,7 @@ Example = Callable[[nn.Module], Any]
 """From a module to what it is called with: a tensor, a tuple of arguments, a mapping of keyword arguments."""
 
 
-def trials(place: Place, widths: Sequence[int], example: Example | None = None) -> Iterator[Trial | Exception]:
+def trials(place: ModuleContext, widths: Sequence[int], example: Example | None = None) -> Iterator[Trial | Exception]:
     """Ways to call a copy of a module that run, each as a trial; where one does not run, the exception that says why.
 
     Args:
@@ -205,7 +205,9 @@ def _arrangements(tokens: Tensor) -> Iterator[tuple[Tensor, int]]:
     yield grid.movedim(-1, 1), 2
 
 
-def _argument_lists(place: Place, tokens: Tensor, axis: int, others: Sequence[Tensor]) -> Iterator[tuple[Any, ...]]:
+def _argument_lists(
+    place: ModuleContext, tokens: Tensor, axis: int, others: Sequence[Tensor]
+) -> Iterator[tuple[Any, ...]]:
     """Lists of arguments for the required parameters of a module's forward, the likeliest first."""
     required = required_names(place.module)
     if len(required) == 3 and all(name[0] == letter for name, letter in zip(required, "qkv", strict=True)):
@@ -224,7 +226,7 @@ def required_names(module: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty] or [p.name for p in parameters[:1]]
 
 
-def _guesses(place: Place, name: str, tokens: Tensor, axis: int) -> Iterator[Any]:
+def _guesses(place: ModuleContext, name: str, tokens: Tensor, axis: int) -> Iterator[Any]:
     if any(part in name for part in ROTARY):
         yield from _rotations(place, tokens.shape[axis])
     yield None
@@ -240,7 +242,7 @@ def _causal_block_mask(count: int) -> Any:
     return create_block_mask(lambda _, __, query, key: query >= key, None, None, count, count, device="cpu")
 
 
-def _rotations(place: Place, count: int) -> Iterator[Any]:
+def _rotations(place: ModuleContext, count: int) -> Iterator[Any]:
     """Tables of rotary positions: the model's own, cut to so many tokens, then the usual shapes."""
     for module in (place.module, *place.ancestors()):
         cos, sin = getattr(module, "cos", None), getattr(module, "sin", None)

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.arguments import check_mapping, check_model
-from wellcond.attention.checks import Chosen, check_finite, check_writable, choose_projections, choose_sites
+from wellcond.attention.checks import Chosen, Rollback, check_finite, check_writable, choose_projections, choose_sites
 from wellcond.attention.effective import corrections_of
 from wellcond.attention.find import find_attention
-from wellcond.attention.rollback import Rollback
 from wellcond.attention.sharding import (
-    any_process,
-    box_of,
+    any_rank,
     find_ddp,
+    from_local,
+    full_tensor,
     is_distributed,
     is_sharded,
-    like,
-    local_part,
+    local_shard,
     reshard_,
+    to_local,
     unwrap,
     update_buffers,
-    whole,
 )
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.conditioning.attach import Attachment, attach, detach, readers_in
 from wellcond.conditioning.checkpoint import MARKER, make_marker, mark, read_settings, roots_in, settings_of, unmark
 from wellcond.conditioning.corrections import StoredCorrection, rows_of
@@ -276,7 +276,7 @@ def _fold_(model: nn.Module, attached: list[_Attached]) -> None:
 def _is_finite_everywhere(part: _Attached) -> bool:
     """Also in the shards of other ranks: all of them fold, or none."""
     finite = bool(torch.isfinite(part.effective).all())
-    return not any_process(not finite, part.parameter) if is_distributed(part.parameter) else finite
+    return not any_rank(not finite, part.parameter) if is_distributed(part.parameter) else finite
 
 
 @contextlib.contextmanager
@@ -321,7 +321,7 @@ def _fold_for_now(model: nn.Module) -> Any:
         originals = [part.parameter for part in attached]
         # In parameters of their own: a state dict or an exported program that outlives the context keeps the weights.
         for part, original in zip(attached, originals, strict=True):
-            effective = like(original, part.effective) if is_distributed(original) else part.effective
+            effective = from_local(original, part.effective) if is_distributed(original) else part.effective
             part.owner._parameters[part.name] = nn.Parameter(effective, original.requires_grad)
     except BaseException:
         rollback.restore()
@@ -355,7 +355,7 @@ def _put_back_(part: _Attached, original: Tensor, state: Mapping[str, Tensor]) -
         for value in state.values():
             value.data = value.data.to(now.device, now.dtype)
     part.owner._parameters[part.name] = original
-    local_part(original).copy_(part.raw)
+    to_local(original).copy_(part.raw)
     _keep_beside(part.owner, state)
 
 
@@ -400,8 +400,8 @@ def _check_tied_since(model: nn.Module) -> None:
 def _attached_weight(owner: nn.Module, name: str, correction: StoredCorrection, rollback: Rollback) -> _Attached:
     parameter = owner._parameters[name]
     assert parameter is not None
-    effective = correction.effective(owner, whole(parameter))
-    own_part = box_of(parameter).of(effective) if is_distributed(parameter) else effective
+    effective = correction.effective(owner, full_tensor(parameter))
+    own_part = local_shard(parameter).of(effective) if is_distributed(parameter) else effective
     return _Attached(owner, name, correction, rollback.keep(parameter), own_part.clone())
 
 
@@ -411,4 +411,4 @@ def _commit_(attached: list[_Attached]) -> None:
         for name in part.correction.state_names:
             part.owner._buffers.pop(name, None)
             part.owner._parameters.pop(name, None)
-        local_part(part.parameter).copy_(part.effective)
+        to_local(part.parameter).copy_(part.effective)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.effective import SETTINGS_ATTRIBUTE, corrections_of, is_conditioned
-from wellcond.attention.sharding import is_sharded, local_part
+from wellcond.attention.sharding import is_sharded, to_local
 from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightError
 from wellcond.files import opened_atomically
 from wellcond.private import wrap_loading_of_trainer
@@ -180,7 +180,7 @@ def _is_filled_in(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) 
 
 
 def _same_memory(first: Tensor, second: Tensor) -> bool:
-    first, second = local_part(first), local_part(second)
+    first, second = to_local(first), to_local(second)
     if first is second or first.is_meta or second.is_meta:  # meta tensors have no memory to compare
         return first is second
     return first.data_ptr() == second.data_ptr()

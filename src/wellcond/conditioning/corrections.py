@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from wellcond.attention.sharding import Box, box_of, is_distributed, like, local_part, whole
-from wellcond.attention.site import Slot
+from wellcond.attention.sharding import LocalShard, from_local, full_tensor, is_distributed, local_shard, to_local
+from wellcond.attention.slot import Slot
 from wellcond.errors import ConditioningError
 from wellcond.private import in_forward_mode, is_functorch_tensor
 
@@ -165,7 +165,7 @@ class StoredCorrection(ABC):
             value = self.value(raw, state)
             return value if self.differentiable else straight_through(raw, value)
         shard = self.shard(raw, state)
-        return like(raw, shard if self.differentiable else straight_through(local_part(raw), shard))
+        return from_local(raw, shard if self.differentiable else straight_through(to_local(raw), shard))
 
 
 class FixedCorrection(StoredCorrection):
@@ -195,13 +195,13 @@ class FixedCorrection(StoredCorrection):
 
     def shard(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """The entries that lie in this rank's part."""
-        return self._add(local_part(raw), box_of(raw, self.shape))
+        return self._add(to_local(raw), local_shard(raw, self.shape))
 
-    def _add(self, stored: Tensor, box: Box | None) -> Tensor:
+    def _add(self, stored: Tensor, box: LocalShard | None) -> Tensor:
         position, lams = self._entries(stored, box)
         return torch.index_put(stored, position, lams, accumulate=True)
 
-    def _entries(self, stored: Tensor, box: Box | None) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _entries(self, stored: Tensor, box: LocalShard | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Positions and values in the part `box` of the weight; cached, since computing them waits for the device."""
         key = (box, stored.device, stored.dtype)
         if key not in self.placed:
@@ -266,7 +266,7 @@ class FollowingCorrection(StoredCorrection):
         """The learned parameters, one row for each matrix in the order of `groups`."""
         if not self.method.learned:
             return {}
-        matrices = self.view.matrices(whole(raw).detach()[None])
+        matrices = self.view.matrices(full_tensor(raw).detach()[None])
         chosen = [self._select(matrices, group) for group in self.groups]
         return {
             self._learned_name(key): nn.Parameter(torch.cat([initial(heads) for heads in chosen]))
@@ -301,9 +301,9 @@ class FollowingCorrection(StoredCorrection):
                 f"{self.name} is sharded by tensor parallelism, and {self.method.name!r} brings its own gradient or "
                 f"learned parameters: expected a weight that is whole on each rank. {FOLD_FIRST.capitalize()}"
             )
-        box = box_of(raw, self.shape)
+        box = local_shard(raw, self.shape)
         if not self._is_cut_between_matrices(raw):
-            return box.of(self.values([whole(raw)])[0]).contiguous()
+            return box.of(self.values([full_tensor(raw)])[0]).contiguous()
         axis = 1 if self.view.transposed else 0
         first, last = box.offsets[axis], box.offsets[axis] + box.sizes[axis]
         held = [
@@ -312,7 +312,7 @@ class FollowingCorrection(StoredCorrection):
         ]
         with torch.no_grad():
             groups = tuple(Matrices(rows) for rows in held if rows)
-            return self._correct(local_part(raw).detach()[None], groups, {})[0]
+            return self._correct(to_local(raw).detach()[None], groups, {})[0]
 
     def _is_cut_between_matrices(self, raw: Any) -> bool:
         """Whether a weight is sharded along its heads and no head is cut in two; the same on every rank."""
@@ -366,13 +366,13 @@ class FrozenCorrection(StoredCorrection):
     def first_state(self, raw: Tensor) -> dict[str, Tensor]:
         """The C of a weight that training starts from."""
         with torch.inference_mode(False), torch.no_grad():
-            first = whole(raw).detach().clone()
+            first = full_tensor(raw).detach().clone()
             return {self.state_names[0]: self.following.values([first])[0] - first}
 
     def value(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """The weight plus the buffer."""
-        return raw + whole(state[self.state_names[0]])
+        return raw + full_tensor(state[self.state_names[0]])
 
     def shard(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """This rank's part of both."""
-        return local_part(raw) + box_of(raw, self.following.shape).of(whole(state[self.state_names[0]]))
+        return to_local(raw) + local_shard(raw, self.following.shape).of(full_tensor(state[self.state_names[0]]))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.blocks import POSITIONS
-from wellcond.attention.sharding import whole
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.sharding import full_tensor
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.conditioning.corrections import (
     Correct,
     FixedCorrection,
@@ -291,7 +292,7 @@ def _rounded_away(sites: list[AttentionSite], lams: dict[str, float]) -> Iterato
             if weight.element_size() > 2 or lam == 0:
                 continue
             spacing = torch.finfo(weight.dtype).eps * 2 ** math.floor(math.log2(abs(lam)))
-            typical = float(whole(weight.detach()).float().square().mean().sqrt())
+            typical = float(full_tensor(weight.detach()).float().square().mean().sqrt())
             # Rounding errors are spread evenly over one spacing: standard deviation spacing / sqrt(12).
             if spacing / math.sqrt(12) > 0.25 * typical:
                 yield (

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.kernels import ADDED_FLOOR, is_masked
 from wellcond.attention.record import BlockRecord, Field, ForwardRecord, SiteRecord, by_head, record, root_mean_square
-from wellcond.attention.sharding import whole
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.sharding import full_tensor
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.conditioning.methods import per_projection
 from wellcond.doctor.finite import FiniteWatch, find_not_finite
 from wellcond.doctor.records import THRESHOLDS, LayerFacts, NotFinite, TokenFacts
@@ -84,7 +85,7 @@ def is_fresh(model: nn.Module) -> bool | None:
     for module in model.modules():
         if "norm" in type(module).__name__.lower():
             for parameter in module.parameters(recurse=False):
-                values = whole(parameter).detach().flatten()
+                values = full_tensor(parameter).detach().flatten()
                 if values.numel() < 2:
                     continue
                 if not bool((values == values[0]).all()):
@@ -154,7 +155,7 @@ def _of_embeddings(
         return TokenFacts()
     spread = math.sqrt(math.fsum(one * one for one in spreads))
     tables = dict(position_tables(model, sites))
-    size = math.sqrt(math.fsum(root_mean_square(whole(table)) ** 2 for table in tables.values()))
+    size = math.sqrt(math.fsum(root_mean_square(full_tensor(table)) ** 2 for table in tables.values()))
     first = layers[0][1]
     return TokenFacts(
         kind="words" if isinstance(first, nn.Embedding) else "patches",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wellcond.attention.sharding import local_part
+from wellcond.attention.sharding import to_local
 from wellcond.doctor.records import NotFinite
 
 
@@ -49,11 +49,11 @@ def find_not_finite(model: nn.Module, watch: FiniteWatch) -> NotFinite | None:
 def _in_weights(model: nn.Module) -> str:
     """The first parameter with NaN or infinity, or buffer with NaN: buffers may be masks."""
     for name, parameter in model.named_parameters():
-        values = local_part(parameter.detach())
+        values = to_local(parameter.detach())
         if values.is_floating_point() and not bool(values.isfinite().all()):
             return _describe(values, ~values.isfinite(), name)
     for name, buffer in model.named_buffers():
-        values = local_part(buffer)
+        values = to_local(buffer)
         if values.is_floating_point() and bool(values.isnan().any()):
             return _describe(values, values.isnan(), name)
     return ""
@@ -80,7 +80,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Tensors of floating-point numbers in nested tuples, lists and mappings, with the way to each."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.is_meta:
-            yield path, local_part(value.detach())
+            yield path, to_local(value.detach())
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from tensors_in(part, f"{path}[{key!r}]" if path else str(key))

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.arguments import describe
-from wellcond.attention.checks import Chosen, check_writable, choose_projections, choose_sites
-from wellcond.attention.rollback import Rollback
+from wellcond.attention.checks import Chosen, Rollback, check_writable, choose_projections, choose_sites
 from wellcond.attention.sharding import find_ddp, reshard_, unwrap
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import EvidenceWarning

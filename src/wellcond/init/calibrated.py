@@ -22,10 +22,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.checks import Rollback
 from wellcond.attention.record import HOW_TO_SEE, Field, ForwardRecord, record, root_mean_square
-from wellcond.attention.rollback import Rollback
-from wellcond.attention.sharding import broadcast_from_rank_zero, is_distributed, local_part, whole
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.sharding import broadcast_from_rank_zero, full_tensor, is_distributed, to_local
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.errors import WeightError
 from wellcond.init.plan import InitContext, Write, register_init
 from wellcond.init.positions import Position, position_writes
@@ -109,10 +110,10 @@ class _Draft(contextlib.AbstractContextManager["_Draft"]):
         if kind is None:
             for parameter, _ in self.before.values():
                 name = self.names.get(id(parameter), "a parameter")
-                self.planned.append(Write(name, parameter, whole(parameter).detach().clone()))
+                self.planned.append(Write(name, parameter, full_tensor(parameter).detach().clone()))
         with torch.no_grad():
             for parameter, old in self.before.values():
-                local_part(parameter).copy_(old)
+                to_local(parameter).copy_(old)
 
     def touch(self, parameter: Tensor) -> None:
         """Remember a parameter before it changes."""
@@ -130,7 +131,7 @@ class _Draft(contextlib.AbstractContextManager["_Draft"]):
         """Multiply a parameter."""
         if parameter is not None:
             self.touch(parameter)
-            local_part(parameter).mul_(factor)
+            to_local(parameter).mul_(factor)
 
     def scale_heads_(self, slot: Slot, factors: Tensor) -> None:
         """Multiply the weight and the bias of every head."""
@@ -159,7 +160,7 @@ def _scale_tokens(
     if words is not None:
         for _, layer in layers:
             if isinstance(layer, nn.Embedding):
-                size = root_mean_square(whole(layer.weight))
+                size = root_mean_square(full_tensor(layer.weight))
                 draft.scale_(layer.weight, _factor(words * layer.embedding_dim**-0.5, size, "the word embeddings"))
     tables = dict(position_tables(model, sites))
     if positions is None or not tables or not layers:
@@ -170,7 +171,7 @@ def _scale_tokens(
         return
     spread = math.sqrt(math.fsum(s * s for s in spreads))
     for name, table in tables.items():
-        factor = _factor(positions * spread, root_mean_square(whole(table)), name)
+        factor = _factor(positions * spread, root_mean_square(full_tensor(table)), name)
         draft.scale_(table, _agreed(factor, table))
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from wellcond.attention.checks import choose_projections
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.errors import OptionError, WeightError
 from wellcond.init.plan import InitContext, Write, head_write, register_init
 from wellcond.linalg.orthogonal import Source, draw_normal, random_semi_orthogonal

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.arguments import check_tensor, describe
-from wellcond.attention.rollback import Rollback
-from wellcond.attention.sharding import box_of, broadcast_from_rank_zero, is_distributed, local_part
+from wellcond.attention.checks import Rollback
+from wellcond.attention.sharding import broadcast_from_rank_zero, is_distributed, local_shard, to_local
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import WeightError
@@ -66,8 +66,8 @@ class Write:
     def commit_(self) -> None:
         """Write the values; into a sharded parameter, the part that this process stores."""
         if not isinstance(self.target, Slot):
-            part = box_of(self.target).of(self.values) if is_distributed(self.target) else self.values
-            local_part(self.target).copy_(part)
+            part = local_shard(self.target).of(self.values) if is_distributed(self.target) else self.values
+            to_local(self.target).copy_(part)
         elif self.to_bias:
             self.target.write_bias_(self.values)
         else:

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from wellcond.attention.record import ROLES
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.errors import ReplayError, WeightError
 from wellcond.jacobian.capture.align import is_map, tolerance
 from wellcond.jacobian.capture.attention import CapturedAttention

@@ -18,7 +18,8 @@ from wellcond.attention.evaluation import copy_argument, first_tensor, plain_ker
 from wellcond.attention.layout import head_rows
 from wellcond.attention.plain_copy import HOOKS
 from wellcond.attention.record import SiteRecord
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.errors import CopyError, UnsupportedLayoutError
 
 SHORT = (torch.float32, torch.float16, torch.bfloat16)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from wellcond.attention.record import ROLES
-from wellcond.attention.site import Slot
+from wellcond.attention.slot import Slot
 from wellcond.jacobian.graph import Cut, NotTracedError, Trace
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.module import ModuleJacobian

@@ -19,7 +19,7 @@ from wellcond.attention.evaluation import Arguments
 from wellcond.attention.names import HEADS
 from wellcond.attention.plain_copy import plain_class, plain_copy
 from wellcond.attention.record import NOT_CALLED, Field, record
-from wellcond.attention.sharding import is_distributed, whole
+from wellcond.attention.sharding import full_tensor, is_distributed
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
@@ -45,7 +45,7 @@ def measure_sharded(
     def copied_in_full(site: AttentionSite, tensor: Tensor) -> Tensor:
         # FSDP2 may compute in another precision than it stores, which is the one that is measured.
         dtype = stored[id(site)] if tensor.is_floating_point() else tensor.dtype
-        return whole(tensor).to("cpu", dtype, copy=True)
+        return full_tensor(tensor).to("cpu", dtype, copy=True)
 
     found = record(model, batch, sites, ARGUMENTS, copied=copied_in_full)
     rows: list[LayerReport] = []

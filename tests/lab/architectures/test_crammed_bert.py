@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import wellcond as wc
 import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
 from wellcond.attention.layout import fused_site
-from wellcond.attention.site import Place
+from wellcond.attention.site import ModuleContext
 from wellcond.errors import ModelSpecError
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.select import select_operator
@@ -216,7 +216,7 @@ def test_site_describes_the_heads_that_are_multiplied():
     x = model.encoder.layers[0].norm1(model.encoder.embedding(ids))
     for slot, heads in zip((site.q, site.k, site.v), multiplied_heads(model, ids, mask), strict=True):
         torch.testing.assert_close(torch.einsum("bnc,hdc->bhnd", x, slot.read()), heads)
-    blocks = fused_site(Place("", site.module, site.module), site.module.query_key_value, num_heads=2)
+    blocks = fused_site(ModuleContext("", site.module, site.module), site.module.query_key_value, num_heads=2)
     assert not torch.equal(blocks.k.read(), site.k.read())
 
 

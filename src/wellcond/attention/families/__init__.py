@@ -11,9 +11,9 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from functools import cache
 
-from wellcond.attention.site import AttentionSite, Place
+from wellcond.attention.site import AttentionSite, ModuleContext
 
-Adapter = Callable[[Place], AttentionSite | None]
+Adapter = Callable[[ModuleContext], AttentionSite | None]
 LIBRARIES = frozenset(file.name for file in pkgutil.iter_modules(__path__))
 
 

@@ -23,10 +23,10 @@ from wellcond.attention import layout
 from wellcond.attention.families import Adapter
 from wellcond.attention.families.modifiers import those
 from wellcond.attention.layout import FACTS
-from wellcond.attention.site import AttentionSite, Place
+from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.errors import UnsupportedLayoutError, check_choice
 
-Rule = Callable[[Place], Any]
+Rule = Callable[[ModuleContext], Any]
 ROOT = "head_dim ** -0.5"
 """As a scale: the inverse root of the width of a query head."""
 SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_head_dim")
@@ -74,12 +74,12 @@ def checked(columns: dict[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def value_of(column: Any, place: Place) -> Any:
+def value_of(column: Any, place: ModuleContext) -> Any:
     """What a column says of this module."""
     return column(place) if callable(column) else column
 
 
-def storage_of(place: Place, columns: Mapping[str, Any]) -> dict[str, Any]:
+def storage_of(place: ModuleContext, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes and arrangement as the builders take them, without what is not declared."""
     found = {name: value_of(columns[name], place) for name in STORAGE if name in columns}
     for name in SIZES:
@@ -88,7 +88,7 @@ def storage_of(place: Place, columns: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def build(place: Place, parts: Iterable[nn.Module], **declared: Any) -> AttentionSite:
+def build(place: ModuleContext, parts: Iterable[nn.Module], **declared: Any) -> AttentionSite:
     """Site of three projections, of a query and a fused one, or of one for all."""
     parts = list(parts)
     builder: Any = {1: layout.fused_site, 2: layout.query_and_kv_site, 3: layout.separate_site}[len(parts)]
@@ -102,7 +102,7 @@ def part_named(module: Any, path: str) -> Any:
     return module
 
 
-def with_facts(place: Place, site: AttentionSite, columns: Mapping[str, Any]) -> AttentionSite:
+def with_facts(place: ModuleContext, site: AttentionSite, columns: Mapping[str, Any]) -> AttentionSite:
     """The site with the facts that the columns say."""
     facts = {name: value_of(columns[name], place) for name in FACTS if name in columns}
     if facts.get("scale") == ROOT:
@@ -111,7 +111,7 @@ def with_facts(place: Place, site: AttentionSite, columns: Mapping[str, Any]) ->
     return replace(site, **facts)
 
 
-def check_refusal(place: Place, columns: Mapping[str, Any]) -> None:
+def check_refusal(place: ModuleContext, columns: Mapping[str, Any]) -> None:
     """Raise if the columns say that this module is refused.
 
     Raises: UnsupportedLayoutError.
@@ -121,7 +121,7 @@ def check_refusal(place: Place, columns: Mapping[str, Any]) -> None:
         refuse(place, reason)
 
 
-def refuse(place: Place, reason: str) -> NoReturn:
+def refuse(place: ModuleContext, reason: str) -> NoReturn:
     """Raise with the reason why q, k, v slots cannot express this module.
 
     Raises: UnsupportedLayoutError.
@@ -152,7 +152,7 @@ def attention(
     """
     checked(columns)
 
-    def describe(place: Place) -> AttentionSite:
+    def describe(place: ModuleContext) -> AttentionSite:
         check_refusal(place, columns)
         choices = [[part_named(place.module, path) for path in names.split()] for names in projections.split("|")]
         parts = next((parts for parts in choices if None not in parts), None)

@@ -16,12 +16,13 @@ from wellcond.attention import layout
 from wellcond.attention.families import Adapter, modifiers, refused, table
 from wellcond.attention.families.table import ROOT, Rule, attribute, by_class, has, holds, with_facts
 from wellcond.attention.layout import QKVLayout, head_rows, output_slot, projection_slot
-from wellcond.attention.site import AttentionSite, Normaliser, Place, Slot
+from wellcond.attention.site import AttentionSite, ModuleContext, Normaliser
+from wellcond.attention.slot import Slot
 
 # What a module states
 
 
-def stated_scale(place: Place) -> Any:
+def stated_scale(place: ModuleContext) -> Any:
     """The module's `scale`, or torch's own where its fused kernel ignores that attribute."""
     return ROOT if getattr(place.module, "fused_attn", False) else float(place.module.scale)  # type: ignore[arg-type]
 
@@ -36,7 +37,7 @@ def norm_kind(norm: nn.Module | None) -> Normaliser | None:
     return "layer" if isinstance(norm, nn.LayerNorm) else "other"
 
 
-def query_key_norm(place: Place) -> Normaliser | None:
+def query_key_norm(place: ModuleContext) -> Normaliser | None:
     """The normaliser between the projections and their product, under timm's usual names."""
     kinds = {norm_kind(getattr(place.module, name, None)) for name in ("q_norm", "k_norm")}
     return kinds.pop() if len(kinds) == 1 else "other"
@@ -52,7 +53,7 @@ def either(*rules: Rule) -> Rule:
     return lambda place: any(rule(place) for rule in rules)
 
 
-def by_head(place: Place) -> str:
+def by_head(place: ModuleContext) -> str:
     """`head_first` decides whether q, k, v alternate per head or follow each other in blocks."""
     return "groups" if place.module.head_first else "blocks"
 
@@ -91,7 +92,7 @@ def with_heads_innermost(site: AttentionSite) -> AttentionSite:
     return replace(site, o=replace(site.o, rows=interleaved))
 
 
-def parallel_block(place: Place) -> AttentionSite:
+def parallel_block(place: ModuleContext) -> AttentionSite:
     """ViT-22B: one input projection holds the MLP's rows, then Q, K, V; the attention is the block itself."""
     module: Any = place.module
     heads, width = module.num_heads, module.head_dim
@@ -105,7 +106,7 @@ def parallel_block(place: Place) -> AttentionSite:
     return with_facts(place, site, {"scale": stated_scale, "qk_norm": query_key_norm})
 
 
-def tnt(place: Place) -> AttentionSite:
+def tnt(place: ModuleContext) -> AttentionSite:
     """TNT: queries and keys in one projection, values in another."""
     module: Any = place.module
     rows = QKVLayout(module.num_heads, module.head_dim, order="qk").rows

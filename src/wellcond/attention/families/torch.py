@@ -6,10 +6,11 @@ from torch import nn
 
 from wellcond.attention.families import modifiers
 from wellcond.attention.layout import QKVLayout, head_rows, output_slot
-from wellcond.attention.site import AttentionSite, Place, Slot
+from wellcond.attention.site import AttentionSite, ModuleContext
+from wellcond.attention.slot import Slot
 
 
-def multihead_attention(place: Place) -> AttentionSite:
+def multihead_attention(place: ModuleContext) -> AttentionSite:
     """Describe an nn.MultiheadAttention. Its caller's mask decides whether it is causal."""
     module: nn.MultiheadAttention = place.module  # type: ignore[assignment]
     layout = QKVLayout(module.num_heads, module.head_dim)

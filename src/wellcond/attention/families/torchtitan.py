@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from wellcond.attention.families.table import ROOT, attention, holds
-from wellcond.attention.site import Place
+from wellcond.attention.site import ModuleContext
 
 
-def arrangement(place: Place) -> str | None:
+def arrangement(place: ModuleContext) -> str | None:
     """A fused weight has, for each key/value head, its query heads, its key and its value; nothing of separate ones."""
     module: Any = place.module
     return "groups" if hasattr(module.qkv_linear, "wqkv") else None

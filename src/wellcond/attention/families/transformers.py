@@ -32,7 +32,7 @@ from wellcond.attention.families.table import (
     value_of,
     with_facts,
 )
-from wellcond.attention.site import AttentionSite, Place
+from wellcond.attention.site import AttentionSite, ModuleContext
 
 
 def dotted(word: str) -> str:
@@ -57,13 +57,13 @@ def first_attribute(module: nn.Module, wanted: tuple[str, ...]) -> Any:
     return next((value for value in (getattr(module, name, None) for name in wanted) if value is not None), None)
 
 
-def stated_scale(place: Place) -> float | None:
+def stated_scale(place: ModuleContext) -> float | None:
     """Logit scale as the module states it."""
     stated = first_attribute(place.module, names.SCALE)
     return float(stated) if isinstance(stated, (int, float)) and not isinstance(stated, bool) else None
 
 
-def is_cross(place: Place) -> bool:
+def is_cross(place: ModuleContext) -> bool:
     """Whether the module, or the part of its layer that it stands in, is named as cross attention."""
     if getattr(place.module, "is_cross_attention", None) is True:
         return True
@@ -71,12 +71,12 @@ def is_cross(place: Place) -> bool:
     return named or "CrossAttention" in place.class_name
 
 
-def is_causal(place: Place) -> bool:
+def is_causal(place: ModuleContext) -> bool:
     """Causality as the module states it; never of cross attention."""
     return bool(getattr(place.module, "is_causal", False)) and not is_cross(place)
 
 
-def qk_norm(place: Place) -> str | None:
+def qk_norm(place: ModuleContext) -> str | None:
     """Normaliser of queries and keys by the class of the module's own norm."""
     norm = first_attribute(place.module, names.QK_NORM)
     if not isinstance(norm, nn.Module) or isinstance(norm, nn.Identity):
@@ -93,7 +93,7 @@ def holds_module(*wanted: str) -> Rule:
     return lambda place: any(isinstance(getattr(place.module, name, None), nn.Module) for name in wanted)
 
 
-def clips(place: Place) -> bool:
+def clips(place: ModuleContext) -> bool:
     """Whether projected queries, keys and values are clamped."""
     return bool(getattr(place.module, "clip_qkv", None) or place.config("clip_qkv"))
 
@@ -118,7 +118,7 @@ WITHOUT_SCALE = {
 }
 
 
-def rotation_factor(place: Place, head_dim: int) -> float | None:
+def rotation_factor(place: ModuleContext, head_dim: int) -> float | None:
     """What the rotary embedding multiplies queries and keys with (YaRN, LongRoPE); None where it is not one number."""
     for holder in (place.module, *place.ancestors()):
         rotary = getattr(holder, "rotary_emb", None)
@@ -136,7 +136,7 @@ def rotation_factor(place: Place, head_dim: int) -> float | None:
 # How a module is described: three projections, or one fused
 
 
-def with_stated_facts(place: Place, site: AttentionSite, columns: dict[str, Any]) -> AttentionSite:
+def with_stated_facts(place: ModuleContext, site: AttentionSite, columns: dict[str, Any]) -> AttentionSite:
     """The site with what the module states about itself and, over that, what the columns say.
 
     The scale includes the rotation's own factor.
@@ -159,7 +159,7 @@ def separate(**columns: Any) -> Adapter:
     return partial(describe_separate, columns=checked(columns))
 
 
-def describe_separate(place: Place, columns: dict[str, Any]) -> AttentionSite:
+def describe_separate(place: ModuleContext, columns: dict[str, Any]) -> AttentionSite:
     """Site of a module with three projections of its own."""
     check_refusal(place, columns)
     q, k, v = projections_of(place)
@@ -177,7 +177,7 @@ def fused(**columns: Any) -> Adapter:
     return partial(describe_fused, columns=checked(columns))
 
 
-def describe_fused(place: Place, columns: dict[str, Any]) -> AttentionSite:
+def describe_fused(place: ModuleContext, columns: dict[str, Any]) -> AttentionSite:
     """Site of a module with one fused projection."""
     check_refusal(place, columns)
     projection = first_attribute(place.module, names.FUSED)
@@ -189,7 +189,7 @@ def describe_fused(place: Place, columns: dict[str, Any]) -> AttentionSite:
     return with_stated_facts(place, build(place, [projection], output=output, **storage), columns)
 
 
-def head_count(place: Place) -> int:
+def head_count(place: ModuleContext) -> int:
     """Number of query heads that the module declares."""
     count = first_attribute(place.module, names.HEADS)
     if count is None:
@@ -197,7 +197,7 @@ def head_count(place: Place) -> int:
     return int(count)
 
 
-def projections_of(place: Place) -> list[nn.Module]:
+def projections_of(place: ModuleContext) -> list[nn.Module]:
     """Query, key and value projections under their usual names; Moshi wraps each of them."""
     for trio in names.SEPARATE:
         parts = [_unwrapped(getattr(place.module, name, None)) for name in trio]
@@ -210,7 +210,7 @@ def _unwrapped(part: Any) -> Any:
     return part if layout.is_projection(part) else getattr(part, "linear", part)
 
 
-def output_of(place: Place, width: int) -> nn.Module | None:
+def output_of(place: ModuleContext, width: int) -> nn.Module | None:
     """W_O: a child of the module, or the `dense` of the `output` beside it (BERT), if its columns are the heads."""
     candidates = [getattr(place.module, name, None) for name in names.OUTPUT]
     candidates += [getattr(getattr(place.parent, "output", None), "dense", None), getattr(place.parent, "o_proj", None)]
@@ -228,13 +228,13 @@ def output_of(place: Place, width: int) -> nn.Module | None:
 # Rules of single columns
 
 
-def in_decoder(place: Place) -> bool:
+def in_decoder(place: ModuleContext) -> bool:
     """Causality of modules that know only whether they belong to a decoder."""
     decoder = getattr(place.module, "is_decoder", None)
     return bool(place.config("is_decoder", False) if decoder is None else decoder) and not is_cross(place)
 
 
-def in_text_tower(place: Place) -> bool:
+def in_text_tower(place: ModuleContext) -> bool:
     """Causality of CLIP-like classes: one class for both towers, and only the text tower gets a causal mask."""
     for ancestor in place.ancestors():
         name = type(ancestor).__name__
@@ -244,7 +244,7 @@ def in_text_tower(place: Place) -> bool:
     return False
 
 
-def in_cross_layer(place: Place) -> bool:
+def in_cross_layer(place: ModuleContext) -> bool:
     """One class for self and cross attention; the layer around it tells which."""
     return is_cross(place) or "CrossAttention" in type(place.parent).__name__
 
@@ -254,17 +254,17 @@ def named(part: str) -> Rule:
     return lambda place: part in place.name
 
 
-def leaf(place: Place) -> str:
+def leaf(place: ModuleContext) -> str:
     """What the module is called in the module around it."""
     return place.name.rpartition(".")[2]
 
 
-def is_not_self(place: Place) -> bool:
+def is_not_self(place: ModuleContext) -> bool:
     """Whether the module is called otherwise than self-attention."""
     return "self_attn" not in leaf(place)
 
 
-def slides(place: Place) -> bool:
+def slides(place: ModuleContext) -> bool:
     """Whether the module has a sliding window."""
     return place.module.sliding_window is not None
 
@@ -274,44 +274,44 @@ def layer_value(name: str) -> Rule:
     return lambda place: bool(place.config(name)[place.module.layer_idx])
 
 
-def layer_type_rotates(place: Place) -> bool:
+def layer_type_rotates(place: ModuleContext) -> bool:
     """Layer types without rope parameters are not rotated."""
     layer_type = place.config("layer_types")[place.module.layer_idx]
     return place.config("rope_parameters")[layer_type] is not None
 
 
-def relative_kind(place: Place) -> bool:
+def relative_kind(place: ModuleContext) -> bool:
     """Conformers may multiply relative positions with the queries; rotary ones rotate tokens, not queries and keys."""
     return getattr(place.module, "position_embeddings_type", "relative") in ("relative", "relative_key")
 
 
-def beit_bias(place: Place) -> bool:
+def beit_bias(place: ModuleContext) -> bool:
     """The module or its layer has a relative position bias, or the encoder shares one with all layers."""
     own = getattr(place.module, "has_relative_position_bias", False)
     of_layer = getattr(place.parent, "relative_position_bias", None) is not None
     return bool(own or of_layer or place.config("use_shared_relative_position_bias", False))
 
 
-def in_other_image(place: Place) -> bool:
+def in_other_image(place: ModuleContext) -> bool:
     """SuperGlue's layers alternate between one image and the other."""
     number = int(next(part for part in place.name.split(".") if part.isdigit()))
     return place.config("gnn_layers_types")[number] == "cross"
 
 
-def in_rotating_encoder(place: Place) -> bool:
+def in_rotating_encoder(place: ModuleContext) -> bool:
     """CLVP's encoders rotate their values too; its decoder rotates nothing."""
     in_encoder = any(type(ancestor).__name__ == "ClvpEncoder" for ancestor in place.ancestors())
     return in_encoder and bool(place.config("use_rotary_embedding", False))
 
 
-def imagegpt_scale(place: Place) -> float:
+def imagegpt_scale(place: ModuleContext) -> float:
     """ImageGPT computes its scale inside forward, from two options."""
     module: Any = place.module
     scale = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
     return scale / float(module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
 
 
-def falcon_kv_heads(place: Place) -> int:
+def falcon_kv_heads(place: ModuleContext) -> int:
     """Falcon: groups of queries with their key and value, one key and value for all, or as many as queries."""
     module: Any = place.module
     if module.new_decoder_architecture:
@@ -319,13 +319,13 @@ def falcon_kv_heads(place: Place) -> int:
     return 1 if module.multi_query else module.num_heads
 
 
-def falcon_arrangement(place: Place) -> str:
+def falcon_arrangement(place: ModuleContext) -> str:
     """Falcon's old multi-query weight has blocks; its others have a key and a value after their queries."""
     module: Any = place.module
     return "blocks" if module.multi_query and not module.new_decoder_architecture else "groups"
 
 
-def is_exact_nystrom(place: Place) -> bool:
+def is_exact_nystrom(place: ModuleContext) -> bool:
     """With as many landmarks as tokens and no convolution a Nystromformer is plain softmax attention."""
     module: Any = place.module
     return module.num_landmarks == module.seq_len and module.conv_kernel_size is None
@@ -334,7 +334,7 @@ def is_exact_nystrom(place: Place) -> bool:
 # Storage that is neither three projections nor one
 
 
-def gpt2(place: Place, **columns: Any) -> AttentionSite:
+def gpt2(place: ModuleContext, **columns: Any) -> AttentionSite:
     """GPT-2 and its relatives: one fused weight; cross attention has a query of its own."""
     module: Any = place.module
     if not module.is_cross_attention:
@@ -344,14 +344,14 @@ def gpt2(place: Place, **columns: Any) -> AttentionSite:
     return with_stated_facts(place, site, {"causal": False} | columns)
 
 
-def granite_speech(place: Place) -> AttentionSite:
+def granite_speech(place: ModuleContext) -> AttentionSite:
     """Keys and values in one weight; relative positions are multiplied with the queries."""
     module: Any = place.module
     site = build(place, (module.to_q, module.to_kv), num_heads=module.num_heads, output=module.to_out)
     return with_stated_facts(place, site, {"causal": False, "modifiers": POSITION_TERM})
 
 
-def gated_query(place: Place) -> AttentionSite:
+def gated_query(place: ModuleContext) -> AttentionSite:
     """``q_proj`` has, for each head, the query's rows and then the rows of a sigmoid gate on the output."""
     module: Any = place.module
     width = module.head_dim
@@ -371,7 +371,7 @@ def gated_query(place: Place) -> AttentionSite:
     return with_stated_facts(place, site, {"rotary": True, "modifiers": {words.GATED_OUTPUT: True}})
 
 
-def no_attention(place: Place) -> None:
+def no_attention(place: ModuleContext) -> None:
     """Not an attention, whatever its children are called."""
     return None
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
 from wellcond.attention.evaluation import Arguments
 from wellcond.attention.plain_copy import plain_copy
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention, why_site_is_not_plain
 from wellcond.jacobian.select import select_operator

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from wellcond.attention.evaluation import first_tensor
 from wellcond.attention.kernels import is_masked
 from wellcond.attention.record import SiteRecord, same_numbers
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.linalg.spectrum import to_float64
 
 View = Callable[[Tensor], Tensor]

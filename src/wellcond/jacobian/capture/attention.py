@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from wellcond.attention.find import find_attention
 from wellcond.attention.record import Field, SiteRecord, record
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.errors import NotPlainError, UnsupportedLayoutError, WeightError
 from wellcond.jacobian.capture.align import align, candidates, head_views, is_map, logit_bias
 from wellcond.jacobian.head import Head

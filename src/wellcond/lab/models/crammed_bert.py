@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from wellcond.attention.find import register_adapter
 from wellcond.attention.layout import fused_site
-from wellcond.attention.site import AttentionSite, Place
+from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.lab.settings import Settings
 
 Dropout = Annotated[float, Field(ge=0, lt=1)]
@@ -93,7 +93,7 @@ class CrammedSelfAttention(nn.Module):
 
 
 @register_adapter(CrammedSelfAttention)
-def crammed_self_attention(place: Place) -> AttentionSite:
+def crammed_self_attention(place: ModuleContext) -> AttentionSite:
     """Rows [heads, 3, head width]."""
     module = place.module
     assert isinstance(module, CrammedSelfAttention)

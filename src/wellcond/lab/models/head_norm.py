@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from wellcond.attention.find import FACTS_ATTRIBUTE
 from wellcond.attention.layout import is_projection
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot
 from wellcond.errors import UnsupportedLayoutError
 
 EPS = 1e-6

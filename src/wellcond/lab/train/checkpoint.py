@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.sharding import box_of, is_distributed, like, local_part, unwrap
+from wellcond.attention.sharding import from_local, is_distributed, local_shard, to_local, unwrap
 from wellcond.errors import RecipeError, RunError
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.run_records import find_change, seal
@@ -140,7 +140,7 @@ def _untied(values: Tensors) -> Tensors:
     own = {}
     for name, value in values.items():
         value = value.detach().contiguous()
-        storage = local_part(value).untyped_storage().data_ptr()
+        storage = to_local(value).untyped_storage().data_ptr()
         own[name] = value.clone() if storage in seen else value
         seen.add(storage)
     return own
@@ -224,9 +224,9 @@ def _place_like(value: Tensor, other: Tensor | None) -> Tensor:
     """A tensor on the device of another one of its shape, and sharded like that; uninitialised if it is on meta."""
     if other is None or other.shape != value.shape:
         other = torch.empty(0)
-    part = box_of(other).of(value) if is_distributed(other) else value
+    part = local_shard(other).of(value) if is_distributed(other) else value
     part = torch.empty_like(part, device=other.device) if value.is_meta else part.to(other.device, copy=True)
-    return like(other, part) if is_distributed(other) else part
+    return from_local(other, part) if is_distributed(other) else part
 
 
 @contextlib.contextmanager

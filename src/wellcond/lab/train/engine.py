@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.find import find_attention
-from wellcond.attention.sharding import is_sharded, reshard_, unwrap, whole
+from wellcond.attention.sharding import full_tensor, is_sharded, reshard_, unwrap
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import RecipeError
 from wellcond.lab.recipe import Recipe
@@ -245,7 +245,7 @@ class Engine:
         if want_norms:
             accelerator.unscale_gradients()
             total = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-            norms = {"grad_norm": float(whole(total))} | projection_norms(self.sites)
+            norms = {"grad_norm": float(full_tensor(total))} | projection_norms(self.sites)
         if clip_norm is not None:
             accelerator.clip_grad_norm_(self.parameters, clip_norm)
         self.optimizer.step()
