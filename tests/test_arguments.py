@@ -63,7 +63,7 @@ OPTIONS = {
     "memory_limit": {0: "at least 1", -5: "at least 1", 1e9: "a whole number", "1": "a whole number"},
     "biases": {3: "a tuple of three", (None, None): "a tuple of three", (1.0, None, None): "expected a tensor"},
     "mask": {0.5: "expected a tensor", "causal": "expected a tensor"},
-    "memory": {0.5: "expected a tensor"},
+    "kv_tokens": {0.5: "expected a tensor"},
 }
 
 
