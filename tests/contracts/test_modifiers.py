@@ -284,7 +284,7 @@ def see(name: str, part: str) -> Seen:
         call = watch(site, lambda: model(**tokens()))
     hook.remove()
     x = call.args[0] if call.args else call.kwargs["hidden_states"]
-    logits, weights = (side.reshape(-1, *side.shape[-2:]) for side in call.recorder.softmaxes[0])
+    logits, weights = (side.reshape(-1, *side.shape[-2:]) for side in call.softmaxes[0])
     return Seen(site, x, logits, weights, read[0])
 
 

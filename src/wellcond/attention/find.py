@@ -19,8 +19,9 @@ from torch import nn
 
 from wellcond.arguments import check_flag, check_model
 from wellcond.attention.families import Adapter, known_classes, table_of
+from wellcond.attention.readings import list_readings
 from wellcond.attention.site import AttentionSite, ModuleContext, Sites
-from wellcond.attention.structure import describe_by_structure, judge_declared
+from wellcond.attention.structure import choose_reading, judge_declared
 from wellcond.attention.trial import Example
 from wellcond.errors import AttentionNotFoundError, LayoutWarning, UnsupportedLayoutError, WeightError
 
@@ -149,7 +150,11 @@ def scan_attention(model: nn.Module) -> Scan:
         place = ModuleContext(name, module, model)
         registered = _registered_name(module)
         try:
-            found = describe_by_structure(place) if registered is None else [_described(place, registered)]
+            if registered is not None:
+                found = [_described(place, registered)]
+            else:
+                readings = list_readings(place)
+                found = choose_reading(place, readings) if readings else []
         except UnsupportedLayoutError as refusal:
             refusals.append(refusal)
             continue

@@ -400,7 +400,6 @@ class KernelWatch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        """Start outside of any attention layer."""
         super().__init__()
         self.trace: KernelTrace | None = None
 
@@ -412,22 +411,10 @@ class KernelWatch(TorchDispatchMode):
         return result
 
 
-class ProductRecorder(KernelWatch):
-    """Records operands of every matrix product, and input and output of every softmax, of all that runs inside it."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
-        self.products: list[tuple[Tensor, Tensor]] = []
-        self.softmaxes: list[tuple[Tensor, Tensor]] = []
-        self.trace = KernelTrace(self.products, self.softmaxes)
-
-
 class SdpaWatch(TorchFunctionMode):
     """Notes what `scaled_dot_product_attention` is called with, before torch takes it apart."""
 
     def __init__(self, kernels: KernelWatch) -> None:
-        """Of the attention layer that the other mode watches."""
         super().__init__()
         self.kernels = kernels
 

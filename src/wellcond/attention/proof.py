@@ -38,15 +38,18 @@ CHANGED = 1e-3
 
 @dataclass(frozen=True)
 class Proof:
-    """What the output of a module showed about one reading of its weights."""
+    """What the output of a module showed about readings of its weights."""
 
-    holds: bool
+    holds: bool | None
+    """None where the module could not be run."""
     reason: str
     query_key: Symmetry = "none"
     """Largest set of M per head that queries and keys may take in opposite directions."""
     value_output: Symmetry = "none"
     facts: dict[str, Any] = field(default_factory=dict)
     """Facts of the site that follow: causal, rotary, qk_norm, talking_heads."""
+    chosen: int = 0
+    """Number of the reading that is proven."""
 
 
 class _Refuted(Exception):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -271,11 +270,3 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     for part in parts:
         yield from _tensors_in(part)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No warnings, such as those of kernels that are slow on a CPU."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
