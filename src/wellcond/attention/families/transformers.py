@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from wellcond.attention import layout, names
 from wellcond.attention.families import Adapter, refused, table
-from wellcond.attention.families import modifiers as words
 from wellcond.attention.families.table import (
     ROOT,
     Rule,
@@ -99,22 +98,22 @@ def clips(place: ModuleContext) -> bool:
 
 
 STATED_MODIFIERS: dict[str, Rule] = {
-    words.ATTENTION_SINKS: holds("sinks"),
-    words.SELECTED_KEYS: lambda place: getattr(place.module, "num_random_blocks", 0) > 0 or holds("indexer")(place),
-    words.LOGIT_SOFTCAP: holds("attn_logit_softcapping"),
-    words.CLIPPED_QKV: clips,
-    words.SCALED_VALUES: lambda place: getattr(place.module, "v_scale", 1.0) != 1.0,
-    words.OUTPUT_NORM: holds_module("attn_sub_norm", "inner_attn_ln", "o_norm"),
-    words.GATED_OUTPUT: holds_module("gate_proj", "g_proj"),
+    table.ATTENTION_SINKS: holds("sinks"),
+    table.SELECTED_KEYS: lambda place: getattr(place.module, "num_random_blocks", 0) > 0 or holds("indexer")(place),
+    table.LOGIT_SOFTCAP: holds("attn_logit_softcapping"),
+    table.CLIPPED_QKV: clips,
+    table.SCALED_VALUES: lambda place: getattr(place.module, "v_scale", 1.0) != 1.0,
+    table.OUTPUT_NORM: holds_module("attn_sub_norm", "inner_attn_ln", "o_norm"),
+    table.GATED_OUTPUT: holds_module("gate_proj", "g_proj"),
 }
 STATED: dict[str, Any] = {"scale": stated_scale, "causal": is_causal, "cross": is_cross, "qk_norm": qk_norm}
 # With these, logits are not one fixed multiple of the products of q and k plus terms that do not depend on q and k.
 WITHOUT_SCALE = {
-    words.LOGIT_SOFTCAP,
-    words.CLIPPED_QKV,
-    words.QUERY_POSITION_TERM,
-    words.POSITION_DEPENDENT_SCALE,
-    words.POOLED_QUERIES,
+    table.LOGIT_SOFTCAP,
+    table.CLIPPED_QKV,
+    table.QUERY_POSITION_TERM,
+    table.POSITION_DEPENDENT_SCALE,
+    table.POOLED_QUERIES,
 }
 
 
@@ -143,7 +142,7 @@ def with_stated_facts(place: ModuleContext, site: AttentionSite, columns: dict[s
     """
     modifiers = STATED_MODIFIERS | columns.get("modifiers", {})
     holding = {word: bool(value_of(rule, place)) for word, rule in modifiers.items()}
-    facts = STATED | {"relative_position_bias": holding.get(words.QUERY_POSITION_TERM, False)} | columns
+    facts = STATED | {"relative_position_bias": holding.get(table.QUERY_POSITION_TERM, False)} | columns
     facts["modifiers"] = holding
     if any(holding.get(word) for word in WITHOUT_SCALE):
         facts["scale"] = None
@@ -368,7 +367,7 @@ def gated_query(place: ModuleContext) -> AttentionSite:
         v=layout.projection_slot(module.v_proj, layout.head_rows(kv_heads, width)),
         o=layout.output_slot(place, module.o_proj, heads, width),
     )
-    return with_stated_facts(place, site, {"rotary": True, "modifiers": {words.GATED_OUTPUT: True}})
+    return with_stated_facts(place, site, {"rotary": True, "modifiers": {table.GATED_OUTPUT: True}})
 
 
 def no_attention(place: ModuleContext) -> None:
@@ -380,11 +379,11 @@ nystromformer = separate(
     scale=ROOT,
     causal=False,
     kind=lambda place: "softmax" if is_exact_nystrom(place) else "nystrom",
-    modifiers={words.VALUE_CONVOLUTION: holds("conv_kernel_size")},
+    modifiers={table.VALUE_CONVOLUTION: holds("conv_kernel_size")},
 )
 """Landmarks are means of scaled queries and keys, and a convolution of the values is added."""
 
-POSITION_TERM = {words.QUERY_POSITION_TERM: True}
+POSITION_TERM = {table.QUERY_POSITION_TERM: True}
 
 # Which rotate their queries and keys, and state the rest.
 ROTARY = """
@@ -492,7 +491,7 @@ SEPARATE: dict[str, Adapter] = {
     PLAIN: separate(),
     # They keep a value of attn_logit_softcapping that their forward does not use.
     "gemma3.Gemma3Attention t5gemma2.T5Gemma2SelfAttention": separate(
-        rotary=True, modifiers={words.LOGIT_SOFTCAP: False}
+        rotary=True, modifiers={table.LOGIT_SOFTCAP: False}
     ),
     # Rotation by layer.
     "cohere2.Cohere2Attention flint.FlintAttention": separate(rotary=slides),
@@ -515,12 +514,12 @@ SEPARATE: dict[str, Adapter] = {
     # Layers that are not rotated scale their queries by position.
     "beam.BeamAttention": separate(
         rotary=layer_type_rotates,
-        modifiers={words.POSITION_DEPENDENT_SCALE: negated(layer_type_rotates)},
+        modifiers={table.POSITION_DEPENDENT_SCALE: negated(layer_type_rotates)},
     ),
     "llama4.Llama4TextAttention": separate(
         rotary=has("use_rope"),
         modifiers={
-            words.POSITION_DEPENDENT_SCALE: lambda place: (
+            table.POSITION_DEPENDENT_SCALE: lambda place: (
                 place.module.attn_temperature_tuning and not place.module.use_rope
             )
         },
@@ -528,7 +527,7 @@ SEPARATE: dict[str, Adapter] = {
     "ministral3.Ministral3Attention": separate(
         rotary=True,
         modifiers={
-            words.POSITION_DEPENDENT_SCALE: lambda place: (place.config("rope_parameters") or {}).get(
+            table.POSITION_DEPENDENT_SCALE: lambda place: (place.config("rope_parameters") or {}).get(
                 "llama_4_scaling_beta"
             )
         },
@@ -614,7 +613,7 @@ SEPARATE: dict[str, Adapter] = {
     bigbird_pegasus.BigBirdPegasusDecoderAttention informer.InformerAttention nllb_moe.NllbMoeAttention
     pegasus_x.PegasusXAttention led.LEDDecoderAttention trocr.TrOCRAttention xglm.XGLMAttention
     """: separate(causal=in_decoder),
-    "mvp.MvpAttention": separate(causal=in_decoder, modifiers={words.EXTRA_KEYS: setting("use_prompt")}),
+    "mvp.MvpAttention": separate(causal=in_decoder, modifiers={table.EXTRA_KEYS: setting("use_prompt")}),
     """
     big_bird.BigBirdSelfAttention bigbird_pegasus.BigBirdPegasusSelfAttention
     megatron_bert.MegatronBertSelfAttention rembert.RemBertSelfAttention tapas.TapasSelfAttention
@@ -709,10 +708,10 @@ SEPARATE: dict[str, Adapter] = {
     fastspeech2_conformer.FastSpeech2ConformerAttention seamless_m4t.SeamlessM4TConformerSelfAttention
     seamless_m4t_v2.SeamlessM4Tv2ConformerSelfAttention wav2vec2_bert.Wav2Vec2BertSelfAttention
     wav2vec2_conformer.Wav2Vec2ConformerSelfAttention
-    """: separate(**ENCODER, modifiers={words.QUERY_POSITION_TERM: relative_kind}),
+    """: separate(**ENCODER, modifiers={table.QUERY_POSITION_TERM: relative_kind}),
     # The encoder does so, the decoder does not.
     "speecht5.SpeechT5Attention": separate(
-        causal=in_decoder, modifiers={words.QUERY_POSITION_TERM: negated(has("is_decoder"))}
+        causal=in_decoder, modifiers={table.QUERY_POSITION_TERM: negated(has("is_decoder"))}
     ),
 }
 
@@ -749,10 +748,10 @@ FUSED: dict[str, Adapter] = {
     sam.SamVisionSdpaAttention sam_hq.SamHQVisionAttention sam_hq.SamHQVisionSdpaAttention seggpt.SegGptAttention
     slanext.SLANeXtVisionAttention unlimited_ocr.UnlimitedOcrSamVisionAttention
     unlimited_ocr.UnlimitedOcrSamVisionSdpaAttention vitdet.VitDetAttention
-    """: fused(modifiers={words.QUERY_POSITION_TERM: has("use_rel_pos", "use_relative_position_embeddings")}),
+    """: fused(modifiers={table.QUERY_POSITION_TERM: has("use_rel_pos", "use_relative_position_embeddings")}),
     # Queries may be max-pooled over tokens.
     "sam2.Sam2MultiScaleAttention hiera.HieraMaskUnitAttention": fused(
-        causal=False, modifiers={words.POOLED_QUERIES: lambda place: place.module.query_stride not in (None, 1)}
+        causal=False, modifiers={table.POOLED_QUERIES: lambda place: place.module.query_stride not in (None, 1)}
     ),
     # Per head: query, key, value. BLOOM's ALiBi is a bias that depends on the distance.
     "gpt_neox.GPTNeoXAttention": fused(num_heads="num_attention_heads", arrangement="groups", rotary=True),
