@@ -97,6 +97,11 @@ def holds(name: str) -> Rule:
     return lambda place: getattr(place.module, name, None) is not None
 
 
+def around(name: str) -> Rule:
+    """Whether a containing module holds this attribute and passes it down (a shared rotary table or position bias)."""
+    return lambda place: any(getattr(module, name, None) is not None for module in place.ancestors())
+
+
 def setting(name: str) -> Rule:
     """Whether a value of the nearest config is there and true."""
     return lambda place: bool(place.config(name, False))

@@ -14,7 +14,7 @@ from torch import nn
 
 from wellcond.attention import layout
 from wellcond.attention.families import Adapter, refused, table
-from wellcond.attention.families.table import ROOT, Rule, attribute, by_class, has, holds, with_facts
+from wellcond.attention.families.table import ROOT, Rule, around, attribute, by_class, has, holds, with_facts
 from wellcond.attention.layout import QKVLayout, head_rows, output_slot, projection_slot
 from wellcond.attention.site import AttentionSite, ModuleContext, Normaliser
 from wellcond.attention.slot import Slot
@@ -41,11 +41,6 @@ def query_key_norm(place: ModuleContext) -> Normaliser | None:
     """The normaliser between the projections and their product, under timm's usual names."""
     kinds = {norm_kind(getattr(place.module, name, None)) for name in ("q_norm", "k_norm")}
     return kinds.pop() if len(kinds) == 1 else "other"
-
-
-def around(name: str) -> Rule:
-    """Whether a containing module holds this attribute and passes it down (a shared rotary table or position bias)."""
-    return lambda place: any(getattr(module, name, None) is not None for module in place.ancestors())
 
 
 def either(*rules: Rule) -> Rule:
