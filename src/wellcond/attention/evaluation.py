@@ -93,20 +93,18 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    for part in parts:
+        yield from tensors_in(part)
+
+
 def first_tensor(value: Any) -> Tensor | None:
     """The first tensor in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return next((found for part in value if (found := first_tensor(part)) is not None), None)
-    return None
-
-
-def is_cache(value: Any) -> bool:
-    """Whether this is a cache of keys and values, as Hugging Face hands to its layers."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+    return next(tensors_in(value), None)
 
 
 def copy_argument(value: Any, memo: dict[int, Any], cast: Callable[[Tensor], Tensor] = torch.clone) -> Any:
@@ -130,7 +128,7 @@ def copy_argument(value: Any, memo: dict[int, Any], cast: Callable[[Tensor], Ten
         copied = {} if type(value) is dict else copy.copy(value)
         copied.update({name: copy_argument(part, memo, cast) for name, part in value.items()})
         return copied
-    if is_cache(value):
+    if hasattr(value, "get_seq_length") and hasattr(value, "update"):  # Hugging Face's cache of keys and values
         return None
     try:
         return copy.deepcopy(value)

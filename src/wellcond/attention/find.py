@@ -183,8 +183,9 @@ def _described(place: ModuleContext, registered: str) -> AttentionSite | None:
         raise TypeError(f"adapter {name} of {registered}: expected an AttentionSite or None, got {site!r}")
     proof = judge_declared(place, site, EXAMPLES.get(registered))
     if proof.holds is False:
-        advice = f"Correct what the adapter of {place.class_name} declares; see docs/extend/adapter.md."
-        raise UnsupportedLayoutError(place.name, proof.reason, class_name=place.class_name, advice=advice)
+        place.refuse(
+            proof.reason, f"Correct what the adapter of {place.class_name} declares; see docs/extend/adapter.md."
+        )
     if proof.holds:
         return replace(site, evidence="forward", **proof.facts)
     warnings.warn(

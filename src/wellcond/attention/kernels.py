@@ -215,7 +215,6 @@ def _flex_call(given: dict[str, Any], result: Any) -> KernelCall:
 
 
 def _first(given: dict[str, Any], names: Sequence[str]) -> Tensor | None:
-    """The first argument of these names that is a tensor."""
     return next((given[name] for name in names if isinstance(given.get(name), Tensor)), None)
 
 
@@ -225,7 +224,6 @@ def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
-    """Scale, mask and bias of a kernel's arguments."""
     scale = next((float(given[name]) for name in SCALES if isinstance(given.get(name), (int, float))), None)
     mask = _first(given, MASKS)
     found: dict[str, Any] = {"scale": scale}
@@ -315,27 +313,6 @@ def _agrees(mine: Tensor, theirs: Tensor) -> bool:
 # Watching a forward pass
 
 
-def note_products(
-    operator: Any,
-    args: Any,
-    result: Any,
-    products: list[tuple[Tensor, Tensor]] | None,
-    softmaxes: list[tuple[Tensor, Tensor]] | None,
-) -> None:
-    """Copy what an operator multiplied, or a softmax read and gave, into these lists; None leaves them out.
-
-    Every product of a forward pass, however it was written (`@`, einsum, scaled_dot_product_attention with the plain
-    backend), reaches torch's dispatcher as one of these.
-    """
-    name = operator.overloadpacket.__name__
-    if products is not None and name in ("bmm", "mm"):
-        products.append((as_batch(args[0]), as_batch(args[1])))
-    elif products is not None and name in ("baddbmm", "addmm"):
-        products.append((as_batch(args[1]), as_batch(args[2])))
-    elif softmaxes is not None and name in ("_softmax", "_safe_softmax"):
-        softmaxes.append((args[0].detach().clone(), result.detach().clone()))
-
-
 def as_batch(matrix: Tensor) -> Tensor:
     """A copy of an operand as (batch, rows, columns)."""
     return matrix.detach().clone().reshape(-1, *matrix.shape[-2:])
@@ -371,10 +348,19 @@ class KernelTrace:
         if call is not None:
             self.add(call)
         elif hidden is None:
-            note_products(operator, args, result, self.products, self.softmaxes)
+            self._multiply(operator.overloadpacket.__name__, args, result)
         if hidden is not None and (call is None or call.why_no_logits):
             why = "" if call is None else f" ({call.why_no_logits})"
             self.operators = (*self.operators, hidden + why)
+
+    def _multiply(self, name: str, args: Any, result: Any) -> None:
+        # Every product, however it was written (`@`, einsum, SDPA's plain backend), is one of these in the dispatcher.
+        if self.products is not None and name in ("bmm", "mm"):
+            self.products.append((as_batch(args[0]), as_batch(args[1])))
+        elif self.products is not None and name in ("baddbmm", "addmm"):
+            self.products.append((as_batch(args[1]), as_batch(args[2])))
+        elif self.softmaxes is not None and name in ("_softmax", "_safe_softmax"):
+            self.softmaxes.append((args[0].detach().clone(), result.detach().clone()))
 
     def add(self, call: KernelCall) -> None:
         """Note a fused kernel; its logits and probabilities are computed where they are asked for."""
@@ -404,7 +390,6 @@ class KernelWatch(TorchDispatchMode):
         self.trace: KernelTrace | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and note it."""
         result = func(*args, **(kwargs or {}))
         if self.trace is not None:
             self.trace.see(func, args, kwargs or {}, result)
@@ -419,7 +404,6 @@ class SdpaWatch(TorchFunctionMode):
         self.kernels = kernels
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function and note its arguments."""
         trace = self.kernels.trace
         if func is not scaled_dot_product_attention or trace is None:
             return func(*args, **(kwargs or {}))

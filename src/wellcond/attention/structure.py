@@ -24,7 +24,6 @@ from wellcond.attention.readings import BUILDERS, Reading, build_reading
 from wellcond.attention.record import SiteRecord, record
 from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.attention.trial import Example, Trial
-from wellcond.errors import UnsupportedLayoutError
 
 RELATIVE_TOLERANCE = 1e-5  # some modules compute in float32 inside, whatever they are given
 
@@ -67,8 +66,7 @@ def choose_reading(place: ModuleContext, readings: list[Reading]) -> list[Attent
         return [replace(site, evidence="forward", **proof.facts) for site in readings[proof.chosen].streams]
     if len(readings) == 1 and proof.holds is None:
         return [replace(site, evidence="structure") for site in readings[0].streams]
-    advice = readings[0].adapter_to_paste(place)
-    raise UnsupportedLayoutError(place.name, proof.reason, class_name=place.class_name, advice=advice)
+    place.refuse(proof.reason, readings[0].adapter_to_paste(place))
 
 
 def _judge_readings(place: ModuleContext, readings: list[Reading]) -> Proof:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -23,7 +23,7 @@ from wellcond.attention import layout
 from wellcond.attention.families import Adapter
 from wellcond.attention.layout import FACTS
 from wellcond.attention.site import AttentionSite, ModuleContext
-from wellcond.errors import UnsupportedLayoutError, check_choice
+from wellcond.errors import check_choice
 
 Rule = Callable[[ModuleContext], Any]
 ROOT = "head_dim ** -0.5"
@@ -166,20 +166,12 @@ def check_refusal(place: ModuleContext, columns: Mapping[str, Any]) -> None:
     """
     rule, reason = columns.get("refuse", (None, ""))
     if rule is not None and rule(place):
-        refuse(place, reason)
-
-
-def refuse(place: ModuleContext, reason: str) -> NoReturn:
-    """Raise with the reason why q, k, v slots cannot express this module.
-
-    Raises: UnsupportedLayoutError.
-    """
-    raise UnsupportedLayoutError(place.name, reason, class_name=place.class_name)
+        place.refuse(reason)
 
 
 def refused(reason: str) -> Adapter:
     """How a class is described that is always refused."""
-    return lambda place: refuse(place, reason)
+    return lambda place: place.refuse(reason)
 
 
 def attention(
@@ -205,7 +197,7 @@ def attention(
         choices = [[part_named(place.module, path) for path in names.split()] for names in projections.split("|")]
         parts = next((parts for parts in choices if None not in parts), None)
         if parts is None:
-            refuse(place, f"it has no projections under the names {projections}.")
+            place.refuse(f"it has no projections under the names {projections}.")
         out = None if output is None else part_named(place.module, output)
         site = with_facts(place, build(place, parts, output=out, **storage_of(place, columns)), columns)
         return site if then is None else then(site)

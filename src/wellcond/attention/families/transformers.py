@@ -25,7 +25,6 @@ from wellcond.attention.families.table import (
     has,
     holds,
     negated,
-    refuse,
     setting,
     storage_of,
     value_of,
@@ -174,7 +173,7 @@ def fused(**columns: Any) -> Adapter:
         check_refusal(place, columns)
         projection = first_attribute(place.module, names.FUSED)
         if not isinstance(projection, nn.Module):
-            refuse(place, f"it has no fused projection under any of {', '.join(names.FUSED)}.")
+            place.refuse(f"it has no fused projection under any of {', '.join(names.FUSED)}.")
         site = build(place, [projection], **storage_of(place, {"num_heads": head_count} | columns))
         output = output_of(place, site.num_heads * site.head_dim)
         site = replace(site, o=layout.output_slot(place, output, site.num_heads, site.head_dim))
@@ -187,7 +186,7 @@ def head_count(place: ModuleContext) -> int:
     """Number of query heads that the module declares."""
     count = first_attribute(place.module, names.HEADS)
     if count is None:
-        refuse(place, "it declares neither a number of heads nor a head width.")
+        place.refuse("it declares neither a number of heads nor a head width.")
     return int(count)
 
 
@@ -197,7 +196,7 @@ def projections_of(place: ModuleContext) -> list[nn.Module]:
         parts = [_unwrapped(getattr(place.module, name, None)) for name in trio]
         if all(layout.is_projection(part) for part in parts):
             return parts
-    refuse(place, "its query, key and value projections are not three plain linear maps.")
+    place.refuse("its query, key and value projections are not three plain linear maps.")
 
 
 def _unwrapped(part: Any) -> Any:
