@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from wellcond.attention import names
 from wellcond.attention.effective import remove_conditioning
-from wellcond.attention.evaluation import copy_argument, run, tensors_in
-from wellcond.attention.plain_copy import gathered, plain_copy
+from wellcond.attention.evaluation import copy_argument, gathered, plain_copy, run, tensors_in
 from wellcond.attention.site import AttentionSite, ModuleContext
 
 FEATURE = 0
