@@ -1,12 +1,8 @@
 """Which function describes which attention class, and the walk over a model that describes every attention layer.
 
-An adapter is a function from a `ModuleContext` to an `AttentionSite` (or None: "not one of mine after all").
-It is found by the dotted name of the module's class, so describing a GPT-2 imports nothing from transformers. A
-subclass inherits the adapter of its base only if it keeps the base's `forward`: another forward may read the rows in
-another order. Register the adapter for the subclass to opt in.
-
-Adapters of wellcond itself are compared with the models' forward passes by contract tests. What another adapter
-declares is proven when a module of a class and configuration is first described (`wellcond.attention.structure`).
+An adapter is a function from a `ModuleContext` to an `AttentionSite` (or None: "not one of mine after all"), found by
+the dotted name of the module's class. A subclass inherits it only if it keeps the base's `forward`, which says in which
+order rows are read. Those of wellcond itself are proven by contract tests, others by `wellcond.attention.structure`.
 """
 
 from __future__ import annotations

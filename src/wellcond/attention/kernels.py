@@ -7,9 +7,8 @@ r"""What an attention kernel got and computed, for every kernel that torch can n
     others           operators of flash-attn, xformers and anybody's own, by arguments named q, k, v or query, key and
                      value, else by their first three tensors
 
-Of a fused kernel the logits are computed again from its arguments. Except for those of torch, what a kernel computes is
-not known, so this is believed only if softmax(s q k^T) v is what the kernel put out, and for no second reading of its
-arguments. Everything else is not seen, and said to be.
+Of a fused kernel the logits are computed again from its arguments; except for those of torch, this is believed only if
+softmax(s q k^T) v is what the kernel put out, and for no second reading of its arguments.
 """
 
 from __future__ import annotations

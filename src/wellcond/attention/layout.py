@@ -1,8 +1,7 @@
 """Where the rows of each head are in a stored weight, and one builder of sites per storage style.
 
 A wrong arrangement is silent: the shapes are equal, the rows are those of another head. `QKVLayout` is the only code
-that knows arrangements. It answers every question with a table of row numbers of shape (heads, head_dim), which
-describes any storage: contiguous, interleaved, sharded. Every builder checks shapes.
+that knows arrangements; a table of row numbers (heads, head_dim) describes any of them.
 
 Legend: H query heads, K key/value heads, g = H / K, d head width.
 """

@@ -7,11 +7,8 @@ leave a positive number per head in place of M. And heads are separate: where ``
 output does not depend on the head's queries.
 
 A test that cannot fail proves nothing, so every statement has a control that must be noticed: pairs of heads that are
-mixed, halves of a head that are taken apart, queries that act on one token only where keys act on many. The module is
-a copy with random weights of healthy size (`wellcond.attention.trial`).
-
-Two streams that attend to each other (text and images in Flux and SD3) have projections of their own and one set of
-heads: the same M goes into both, and both are proven together.
+mixed, halves of a head that are taken apart, queries that act on one token only where keys act on many. Two streams
+that attend to each other (text and images in Flux and SD3) have one set of heads: the same M goes into both.
 
 Legend: H query heads, K key/value heads, G = H / K, d head width, D token width.
 """
