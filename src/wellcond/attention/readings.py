@@ -99,7 +99,8 @@ def _fitting(build: Callable[..., Reading], *arguments: Any) -> Reading | Unsupp
 def _module_readings(place: ModuleContext) -> Iterator[Reading | UnsupportedLayoutError]:
     """Readings of projections that are modules, of this module or of one part of it that holds nothing else."""
     output = find_output(place.module)
-    for path in _holders(place.module, output):
+    parts_too = [] if output is None else list(place.module.named_children())  # such as torchtitan's qkv_linear
+    for path in ("", *(name for name, part in parts_too if _holds_projections_only(part))):
         children = dict(place.module.get_submodule(path).named_children())
         wanted = (one for one in PROJECTIONS if all(layout.is_projection(children.get(name)) for name in one))
         found = next(wanted, None)
@@ -113,13 +114,6 @@ def _module_readings(place: ModuleContext) -> Iterator[Reading | UnsupportedLayo
             if isinstance(reading, Reading) and 1 < reading.streams[0].num_kv_heads < reading.streams[0].num_heads:
                 yield _strided(reading)
         return
-
-
-def _holders(module: nn.Module, output: str | None) -> list[str]:
-    """The module itself, then parts of it that hold projections and nothing else (torchtitan's qkv_linear)."""
-    if output is None:
-        return [""]
-    return ["", *(name for name, part in module.named_children() if _holds_projections_only(part))]
 
 
 def _holds_projections_only(part: nn.Module) -> bool:
