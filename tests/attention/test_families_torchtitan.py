@@ -9,12 +9,14 @@ import torch
 
 import wellcond as wc
 from attention.modern import HeldElsewhere
+from wellcond.attention.readings import list_readings
 from wellcond.attention.site import AttentionSite, ModuleContext
-from wellcond.attention.structure import describe_by_structure
+from wellcond.attention.structure import choose_reading
 
 
 def assert_proven(site: AttentionSite) -> None:
-    [proven] = describe_by_structure(ModuleContext("", site.module, site.module))
+    place = ModuleContext("", site.module, site.module)
+    [proven] = choose_reading(place, list_readings(place))
     assert proven.evidence == "forward"
     for role, slot in site.slots.items():
         assert slot.owner is proven.slots[role].owner

@@ -92,11 +92,11 @@ def test_queries_are_told_from_keys():
     assert "reaches other tokens" in judged(module, reading(4, 4, "kqv")).reason
 
 
-def test_what_may_move_is_said():
-    cases = {"plain": ("matrix", "matrix"), "rotary": ("number", "matrix"), "gated output": ("number", "diagonal")}
-    for name, expected in cases.items():
-        proof = judged(Grouped(**KINDS[name]), reading(4, 2))
-        assert (proof.query_key, proof.value_output) == expected
+def test_what_may_move_says_what_modifies_the_attention():
+    gated = {"rotary": True, "modifiers": ("gated output",)}
+    for name, expected in {"plain": {}, "rotary": {"rotary": True}, "gated output": gated}.items():
+        facts = judged(Grouped(**KINDS[name]), reading(4, 2)).facts
+        assert {key: value for key, value in facts.items() if key != "causal"} == expected
 
 
 @pytest.mark.parametrize("arrangement", ["blocks", "groups"])

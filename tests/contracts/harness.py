@@ -7,25 +7,15 @@ float64 and evaluation mode, with random weights and biases (`randomise_`) and b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wellcond.attention.products import ProductRecorder, proportional
+from wellcond.attention.record import SiteRecord, observe
 from wellcond.attention.site import AttentionSite
-
-
-@dataclass
-class Call:
-    """One call of an attention module inside a model's forward."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    recorder: ProductRecorder
+from wellcond.attention.structure import proportional
 
 
 def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -41,33 +31,14 @@ def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
-def watch(site: AttentionSite, run: Callable[[], Any]) -> Call:
+def watch(site: AttentionSite, run: Callable[[], Any]) -> SiteRecord:
     """Run the model and record what happens inside the first call of the site's module."""
-    calls: list[Call] = []
-    recorder = ProductRecorder()
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not calls:
-            calls.append(Call(args, kwargs, None, recorder))
-            recorder.__enter__()
-
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if calls[0].output is None:
-            recorder.__exit__(None, None, None)
-            calls[0].output = output
-
-    handles = [
-        site.module.register_forward_pre_hook(before, with_kwargs=True),
-        site.module.register_forward_hook(after, with_kwargs=True),
-    ]
-    try:
+    with observe(site.module, [site], ("arguments", "products", "logits", "output")) as found:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert calls, f"{site.name} was never called"
-    return calls[0]
+    [call] = found.sites
+    assert call.seen, f"{site.name} was never called"
+    return call
 
 
 def heads_of(site: AttentionSite, role: str, x: Tensor) -> Tensor:
@@ -97,7 +68,7 @@ def appears(operands: list[Tensor], expected: Tensor, tokens: slice = slice(None
 
 def assert_heads_multiplied(
     site: AttentionSite,
-    call: Call,
+    call: SiteRecord,
     x: Tensor,
     memory: Tensor | None = None,
     *,
@@ -109,7 +80,7 @@ def assert_heads_multiplied(
     `memory` is where keys and values come from under cross attention. `tokens` restricts the comparison of q and k to
     tokens that a rotary embedding leaves alone (position 0).
     """
-    operands = [side for product in call.recorder.products for side in product]
+    operands = [side for product in call.products for side in product]
     for role in roles:
         source = x if role == "q" or memory is None else memory
         chosen = slice(None) if role == "v" else tokens

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from contracts.cases_hf import CASES, Case
-from contracts.harness import Call, assert_heads_multiplied, heads_of, randomise_, watch
+from contracts.harness import assert_heads_multiplied, heads_of, randomise_, watch
 from wellcond.attention.find import find_attention
-from wellcond.attention.products import proportional
+from wellcond.attention.record import SiteRecord
 from wellcond.attention.site import AttentionSite
+from wellcond.attention.structure import proportional
 from wellcond.errors import UnsupportedLayoutError
 
 PAIRS = [pytest.param(case, part, id=f"{case.name}:{part}") for case in CASES for part in case.sites]
@@ -32,9 +33,6 @@ def built(name: str) -> nn.Module:
 @pytest.fixture(autouse=True)
 def tolerance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Compare as closely as the family computes."""
-    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
-    if case is not None and case.in_float32:
-        monkeypatch.setattr("wellcond.attention.products.RELATIVE_TOLERANCE", 1e-5)
     with torch.no_grad():
         yield
 
@@ -43,11 +41,11 @@ def site_of(model: nn.Module, part: str) -> AttentionSite:
     return next(site for site in find_attention(model) if part in site.name)
 
 
-def tokens_of(call: Call) -> Tensor:
+def tokens_of(call: SiteRecord) -> Tensor:
     return call.args[0] if call.args else call.kwargs["hidden_states"]
 
 
-def memory_of(site: AttentionSite, call: Call) -> Tensor | None:
+def memory_of(site: AttentionSite, call: SiteRecord) -> Tensor | None:
     if not site.cross:
         return None
     named = {**call.kwargs}
@@ -121,9 +119,9 @@ def test_normalised_queries_and_keys_enter_the_norm_as_described(case: Case, par
         assert torch.allclose(entering.reshape(heads.shape), heads, rtol=1e-10, atol=1e-12), role
 
 
-def softmax_of(site: AttentionSite, call: Call) -> tuple[Tensor, Tensor]:
+def softmax_of(site: AttentionSite, call: SiteRecord) -> tuple[Tensor, Tensor]:
     """Logits and weights of the call's softmax, (leading * heads, queries, keys)."""
-    logits, weights = call.recorder.softmaxes[0]
+    logits, weights = call.softmaxes[0]
     shape = (-1, *weights.shape[-2:])
     return logits.reshape(shape), weights.reshape(shape)
 

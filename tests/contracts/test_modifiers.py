@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from contracts import cases_hf, cases_timm
 from contracts.cases_hf import BART, BERT, LLAMA, SQUARE_LLAMA, VIT, make, qwen3_next, tokens
 from contracts.harness import heads_of, randomise_, watch
-from wellcond.attention.families import modifiers
-from wellcond.attention.families.modifiers import (
+from wellcond.attention.families import table
+from wellcond.attention.families.table import (
     ATTENTION_SINKS,
     CLIPPED_QKV,
     EXTRA_KEYS,
@@ -257,10 +257,10 @@ def test_plain_timm_families_have_none(name: str):
 
 
 def test_words_come_in_one_order_and_unknown_ones_are_refused():
-    assert modifiers.those({GATED_OUTPUT: True, OUTPUT_NORM: True}) == (OUTPUT_NORM, GATED_OUTPUT)
-    assert modifiers.those({GATED_OUTPUT: False}) == ()
+    assert table.those({GATED_OUTPUT: True, OUTPUT_NORM: True}) == (OUTPUT_NORM, GATED_OUTPUT)
+    assert table.those({GATED_OUTPUT: False}) == ()
     with pytest.raises(ValueError, match="sliding"):
-        modifiers.those({"sliding": True})
+        table.those({"sliding": True})
 
 
 @dataclass
@@ -284,7 +284,7 @@ def see(name: str, part: str) -> Seen:
         call = watch(site, lambda: model(**tokens()))
     hook.remove()
     x = call.args[0] if call.args else call.kwargs["hidden_states"]
-    logits, weights = (side.reshape(-1, *side.shape[-2:]) for side in call.recorder.softmaxes[0])
+    logits, weights = (side.reshape(-1, *side.shape[-2:]) for side in call.softmaxes[0])
     return Seen(site, x, logits, weights, read[0])
 
 

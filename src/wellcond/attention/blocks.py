@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -92,12 +92,19 @@ def elements_around(model: nn.Module, site: str) -> Iterator[str]:
 class Block:
     """The nearest module around some attention layers that also holds matrices of another kind, those of its MLP.
 
-    What it receives is the stream; attention adds what W_O puts out, the MLP what its last matrix puts out.
+    What it receives is the stream; attention adds what W_O puts out, the MLP what its last matrix puts out: root mean
+    squares of these as tensors, None where no forward pass was recorded (`wellcond.attention.record`).
     """
 
     name: str
     module: nn.Module
     sites: list[AttentionSite]
+    stream: Tensor | None = None
+    attention: dict[str, Tensor] = field(default_factory=dict)
+    """What attention added, by the name of the site."""
+    mlp: nn.Module | None = None
+    """The last matrix of the MLP."""
+    mlp_added: Tensor | None = None
 
     @property
     def scales_itself(self) -> bool:

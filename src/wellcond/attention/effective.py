@@ -6,7 +6,7 @@ to know nothing about how that is done.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,16 +25,8 @@ class InstanceOverride:
     """What the module itself had there before; None for the method of its class."""
 
 
-class Correction(Protocol):
-    """What is added to one stored weight in every forward pass."""
-
-    def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """W + C for the weight W = `raw`; the gradient of W is that of W + C."""
-        ...
-
-
-def corrections_of(module: nn.Module) -> dict[str, Correction]:
-    """Corrections attached to a module, by parameter name."""
+def corrections_of(module: nn.Module) -> dict[str, Any]:
+    """Corrections attached to a module, by parameter name (`wellcond.conditioning.corrections`)."""
     return vars(module).get(CORRECTIONS_ATTRIBUTE, {})
 
 

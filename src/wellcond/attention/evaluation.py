@@ -1,10 +1,11 @@
-"""Running a model on a batch in evaluation mode, with everything as before afterwards; copies of what it is given."""
+"""Running a model on a batch in evaluation mode, everything as before afterwards; copies of arguments and modules."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from wellcond.attention.sharding import full_tensor
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+FSDP_STATE = "__composable_api_state_key"
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -93,20 +110,18 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    for part in parts:
+        yield from tensors_in(part)
+
+
 def first_tensor(value: Any) -> Tensor | None:
     """The first tensor in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return next((found for part in value if (found := first_tensor(part)) is not None), None)
-    return None
-
-
-def is_cache(value: Any) -> bool:
-    """Whether this is a cache of keys and values, as Hugging Face hands to its layers."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+    return next(tensors_in(value), None)
 
 
 def copy_argument(value: Any, memo: dict[int, Any], cast: Callable[[Tensor], Tensor] = torch.clone) -> Any:
@@ -130,9 +145,50 @@ def copy_argument(value: Any, memo: dict[int, Any], cast: Callable[[Tensor], Ten
         copied = {} if type(value) is dict else copy.copy(value)
         copied.update({name: copy_argument(part, memo, cast) for name, part in value.items()})
         return copied
-    if is_cache(value):
+    if hasattr(value, "get_seq_length") and hasattr(value, "update"):  # Hugging Face's cache of keys and values
         return None
     try:
         return copy.deepcopy(value)
     except Exception:  # an arbitrary object may refuse to be copied in any way; it is then handed on as it is
         return value
+
+
+# Copies of modules
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before FSDP2 put its own in front."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return type(module)
+    return next(c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, fsdp.FSDPModule))
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The values of a tensor on the CPU; every process that holds a part must call this."""
+    return full_tensor(tensor.detach()).cpu().clone()
+
+
+def plain_copy(
+    module: nn.Module,
+    values: Callable[[Tensor], Tensor] = gathered,
+    class_of: Callable[[nn.Module], type[nn.Module]] = plain_class,
+) -> nn.Module:
+    """Copy a module to the CPU without its hooks, with `values` of its parameters and buffers.
+
+    `copy.deepcopy` does not work on what FSDP2 manages, and would copy hooks that talk to other processes.
+    """
+    copies = {part: object.__new__(class_of(part)) for part in module.modules()}
+    memo: dict[int, Any] = {id(part): made for part, made in copies.items()}
+    for part in copies:
+        for parameter in part._parameters.values():
+            if parameter is not None and id(parameter) not in memo:
+                memo[id(parameter)] = nn.Parameter(values(parameter), parameter.requires_grad)
+        for buffer in part._buffers.values():
+            if buffer is not None and id(buffer) not in memo:
+                memo[id(buffer)] = values(buffer)
+    for part, made in copies.items():
+        for name, content in part.__dict__.items():
+            if not name.startswith(FSDP_STATE):
+                made.__dict__[name] = OrderedDict() if name in HOOKS else copy.deepcopy(content, memo)
+    return copies[module]

@@ -1,12 +1,8 @@
 """Which function describes which attention class, and the walk over a model that describes every attention layer.
 
-An adapter is a function from a `ModuleContext` to an `AttentionSite` (or None: "not one of mine after all").
-It is found by the dotted name of the module's class, so describing a GPT-2 imports nothing from transformers. A
-subclass inherits the adapter of its base only if it keeps the base's `forward`: another forward may read the rows in
-another order. Register the adapter for the subclass to opt in.
-
-Adapters of wellcond itself are compared with the models' forward passes by contract tests. What another adapter
-declares is proven when a module of a class and configuration is first described (`wellcond.attention.structure`).
+An adapter is a function from a `ModuleContext` to an `AttentionSite` (or None: "not one of mine after all"), found by
+the dotted name of the module's class. A subclass inherits it only if it keeps the base's `forward`, which says in which
+order rows are read. Those of wellcond itself are proven by contract tests, others by `wellcond.attention.structure`.
 """
 
 from __future__ import annotations
@@ -19,8 +15,9 @@ from torch import nn
 
 from wellcond.arguments import check_flag, check_model
 from wellcond.attention.families import Adapter, known_classes, table_of
+from wellcond.attention.readings import list_readings
 from wellcond.attention.site import AttentionSite, ModuleContext, Sites
-from wellcond.attention.structure import describe_by_structure, judge_declared
+from wellcond.attention.structure import choose_reading, judge_declared
 from wellcond.attention.trial import Example
 from wellcond.errors import AttentionNotFoundError, LayoutWarning, UnsupportedLayoutError, WeightError
 
@@ -149,7 +146,11 @@ def scan_attention(model: nn.Module) -> Scan:
         place = ModuleContext(name, module, model)
         registered = _registered_name(module)
         try:
-            found = describe_by_structure(place) if registered is None else [_described(place, registered)]
+            if registered is not None:
+                found = [_described(place, registered)]
+            else:
+                readings = list_readings(place)
+                found = choose_reading(place, readings) if readings else []
         except UnsupportedLayoutError as refusal:
             refusals.append(refusal)
             continue
@@ -178,8 +179,9 @@ def _described(place: ModuleContext, registered: str) -> AttentionSite | None:
         raise TypeError(f"adapter {name} of {registered}: expected an AttentionSite or None, got {site!r}")
     proof = judge_declared(place, site, EXAMPLES.get(registered))
     if proof.holds is False:
-        advice = f"Correct what the adapter of {place.class_name} declares; see docs/extend/adapter.md."
-        raise UnsupportedLayoutError(place.name, proof.reason, class_name=place.class_name, advice=advice)
+        place.refuse(
+            proof.reason, f"Correct what the adapter of {place.class_name} declares; see docs/extend/adapter.md."
+        )
     if proof.holds:
         return replace(site, evidence="forward", **proof.facts)
     warnings.warn(

@@ -7,9 +7,8 @@ r"""What an attention kernel got and computed, for every kernel that torch can n
     others           operators of flash-attn, xformers and anybody's own, by arguments named q, k, v or query, key and
                      value, else by their first three tensors
 
-Of a fused kernel the logits are computed again from its arguments. Except for those of torch, what a kernel computes is
-not known, so this is believed only if softmax(s q k^T) v is what the kernel put out, and for no second reading of its
-arguments. Everything else is not seen, and said to be.
+Of a fused kernel the logits are computed again from its arguments; except for those of torch, this is believed only if
+softmax(s q k^T) v is what the kernel put out, and for no second reading of its arguments.
 """
 
 from __future__ import annotations
@@ -215,7 +214,6 @@ def _flex_call(given: dict[str, Any], result: Any) -> KernelCall:
 
 
 def _first(given: dict[str, Any], names: Sequence[str]) -> Tensor | None:
-    """The first argument of these names that is a tensor."""
     return next((given[name] for name in names if isinstance(given.get(name), Tensor)), None)
 
 
@@ -225,7 +223,6 @@ def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
-    """Scale, mask and bias of a kernel's arguments."""
     scale = next((float(given[name]) for name in SCALES if isinstance(given.get(name), (int, float))), None)
     mask = _first(given, MASKS)
     found: dict[str, Any] = {"scale": scale}
@@ -315,27 +312,6 @@ def _agrees(mine: Tensor, theirs: Tensor) -> bool:
 # Watching a forward pass
 
 
-def note_products(
-    operator: Any,
-    args: Any,
-    result: Any,
-    products: list[tuple[Tensor, Tensor]] | None,
-    softmaxes: list[tuple[Tensor, Tensor]] | None,
-) -> None:
-    """Copy what an operator multiplied, or a softmax read and gave, into these lists; None leaves them out.
-
-    Every product of a forward pass, however it was written (`@`, einsum, scaled_dot_product_attention with the plain
-    backend), reaches torch's dispatcher as one of these.
-    """
-    name = operator.overloadpacket.__name__
-    if products is not None and name in ("bmm", "mm"):
-        products.append((as_batch(args[0]), as_batch(args[1])))
-    elif products is not None and name in ("baddbmm", "addmm"):
-        products.append((as_batch(args[1]), as_batch(args[2])))
-    elif softmaxes is not None and name in ("_softmax", "_safe_softmax"):
-        softmaxes.append((args[0].detach().clone(), result.detach().clone()))
-
-
 def as_batch(matrix: Tensor) -> Tensor:
     """A copy of an operand as (batch, rows, columns)."""
     return matrix.detach().clone().reshape(-1, *matrix.shape[-2:])
@@ -371,10 +347,19 @@ class KernelTrace:
         if call is not None:
             self.add(call)
         elif hidden is None:
-            note_products(operator, args, result, self.products, self.softmaxes)
+            self._multiply(operator.overloadpacket.__name__, args, result)
         if hidden is not None and (call is None or call.why_no_logits):
             why = "" if call is None else f" ({call.why_no_logits})"
             self.operators = (*self.operators, hidden + why)
+
+    def _multiply(self, name: str, args: Any, result: Any) -> None:
+        # Every product, however it was written (`@`, einsum, SDPA's plain backend), is one of these in the dispatcher.
+        if self.products is not None and name in ("bmm", "mm"):
+            self.products.append((as_batch(args[0]), as_batch(args[1])))
+        elif self.products is not None and name in ("baddbmm", "addmm"):
+            self.products.append((as_batch(args[1]), as_batch(args[2])))
+        elif self.softmaxes is not None and name in ("_softmax", "_safe_softmax"):
+            self.softmaxes.append((args[0].detach().clone(), result.detach().clone()))
 
     def add(self, call: KernelCall) -> None:
         """Note a fused kernel; its logits and probabilities are computed where they are asked for."""
@@ -400,39 +385,24 @@ class KernelWatch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        """Start outside of any attention layer."""
         super().__init__()
         self.trace: KernelTrace | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and note it."""
         result = func(*args, **(kwargs or {}))
         if self.trace is not None:
             self.trace.see(func, args, kwargs or {}, result)
         return result
 
 
-class ProductRecorder(KernelWatch):
-    """Records operands of every matrix product, and input and output of every softmax, of all that runs inside it."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
-        self.products: list[tuple[Tensor, Tensor]] = []
-        self.softmaxes: list[tuple[Tensor, Tensor]] = []
-        self.trace = KernelTrace(self.products, self.softmaxes)
-
-
 class SdpaWatch(TorchFunctionMode):
     """Notes what `scaled_dot_product_attention` is called with, before torch takes it apart."""
 
     def __init__(self, kernels: KernelWatch) -> None:
-        """Of the attention layer that the other mode watches."""
         super().__init__()
         self.kernels = kernels
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function and note its arguments."""
         trace = self.kernels.trace
         if func is not scaled_dot_product_attention or trace is None:
             return func(*args, **(kwargs or {}))

@@ -1,14 +1,14 @@
 """Where the rows of each head are in a stored weight, and one builder of sites per storage style.
 
 A wrong arrangement is silent: the shapes are equal, the rows are those of another head. `QKVLayout` is the only code
-that knows arrangements. It answers every question with a table of row numbers of shape (heads, head_dim), which
-describes any storage: contiguous, interleaved, sharded. Every builder checks shapes.
+that knows arrangements; a table of row numbers (heads, head_dim) describes any of them.
 
 Legend: H query heads, K key/value heads, g = H / K, d head width.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from wellcond.arguments import check_int, describe
 from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.attention.slot import Slot
-from wellcond.errors import UnsupportedLayoutError, WeightError, check_choice
+from wellcond.errors import WeightError, check_choice
 
 Arrangement = Literal["blocks", "groups"]
 Role = Literal["q", "k", "v"]
@@ -75,11 +75,9 @@ class QKVLayout:
     shards: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse counts that cannot be."""
         check_choice("arrangement", self.arrangement, get_args(Arrangement))
-        if not isinstance(self.order, str) or not self.order or not set(self.order) <= set("qkv"):
-            raise ValueError(f"order: expected the letters q, k, v in some order, got {self.order!r}")
-        if len(set(self.order)) != len(self.order):
+        orders = ("".join(some) for count in (1, 2, 3) for some in itertools.permutations("qkv", count))
+        if self.order not in orders:
             raise ValueError(f"order: expected each of the letters q, k, v once, got {self.order!r}")
         check_int("shards", self.shards, at_least=1)
         if self.num_heads % self.kv_heads or self.kv_heads % self.shards:
@@ -174,11 +172,9 @@ def output_slot(place: ModuleContext, output: nn.Module | None, num_heads: int, 
     out_features(output)
     slot = projection_slot(output, head_rows(num_heads, head_dim), heads_on_input=True)
     if slot.in_features != num_heads * head_dim:
-        raise UnsupportedLayoutError(
-            place.name,
+        place.refuse(
             "the output projection does not match the declared heads.\n"
-            f"  expected columns: {num_heads * head_dim} = {num_heads} * {head_dim}     got: {slot.in_features}",
-            class_name=place.class_name,
+            f"  expected columns: {num_heads * head_dim} = {num_heads} * {head_dim}     got: {slot.in_features}"
         )
     return slot
 
@@ -188,21 +184,15 @@ def check_rows(place: ModuleContext, what: str, got: int, counts: list[int], hea
     expected = sum(count * dim for count, dim in zip(counts, head_dims, strict=True))
     if got != expected:
         terms = " + ".join(f"{count}*{dim}" for count, dim in zip(counts, head_dims, strict=True))
-        raise UnsupportedLayoutError(
-            place.name,
-            f"{what}: rows do not match the declared heads.\n  expected rows: {expected} = {terms}     got: {got}",
-            class_name=place.class_name,
+        place.refuse(
+            f"{what}: rows do not match the declared heads.\n  expected rows: {expected} = {terms}     got: {got}"
         )
 
 
 def divide_heads(place: ModuleContext, what: str, rows: int, num_heads: int) -> int:
     """Head width when only the number of heads is declared."""
     if num_heads < 1 or rows % num_heads:
-        raise UnsupportedLayoutError(
-            place.name,
-            f"{what}: {rows} rows cannot be divided into {num_heads} heads.",
-            class_name=place.class_name,
-        )
+        place.refuse(f"{what}: {rows} rows cannot be divided into {num_heads} heads.")
     return rows // num_heads
 
 

@@ -99,7 +99,8 @@ def _fitting(build: Callable[..., Reading], *arguments: Any) -> Reading | Unsupp
 def _module_readings(place: ModuleContext) -> Iterator[Reading | UnsupportedLayoutError]:
     """Readings of projections that are modules, of this module or of one part of it that holds nothing else."""
     output = find_output(place.module)
-    for path in _holders(place.module, output):
+    parts_too = [] if output is None else list(place.module.named_children())  # such as torchtitan's qkv_linear
+    for path in ("", *(name for name, part in parts_too if _holds_projections_only(part))):
         children = dict(place.module.get_submodule(path).named_children())
         wanted = (one for one in PROJECTIONS if all(layout.is_projection(children.get(name)) for name in one))
         found = next(wanted, None)
@@ -113,13 +114,6 @@ def _module_readings(place: ModuleContext) -> Iterator[Reading | UnsupportedLayo
             if isinstance(reading, Reading) and 1 < reading.streams[0].num_kv_heads < reading.streams[0].num_heads:
                 yield _strided(reading)
         return
-
-
-def _holders(module: nn.Module, output: str | None) -> list[str]:
-    """The module itself, then parts of it that hold projections and nothing else (torchtitan's qkv_linear)."""
-    if output is None:
-        return [""]
-    return ["", *(name for name, part in module.named_children() if _holds_projections_only(part))]
 
 
 def _holds_projections_only(part: nn.Module) -> bool:
@@ -167,12 +161,7 @@ def _strided(reading: Reading) -> Reading:
     """
     site = reading.streams[0]
     order = torch.arange(site.num_heads).view(-1, site.num_kv_heads).T.flatten()
-
-    def sorted_heads(slot: Slot) -> Slot:
-        bias_rows = None if slot.bias_rows is None else slot.bias_rows[order]
-        return replace(slot, rows=slot.rows[order], bias_rows=bias_rows)
-
-    strided = replace(site, q=sorted_heads(site.q), o=None if site.o is None else sorted_heads(site.o))
+    strided = replace(site, q=site.q.regrouped(order), o=site.o and site.o.regrouped(order))
     return Reading(_streams(strided), f"{reading.text} with strided groups", reading.code)
 
 
@@ -289,7 +278,7 @@ def _stack(place: ModuleContext, name: str, view: tuple[int, ...], transposed: b
     if view[0] == 4:
         o = replace(base, index=3, transposed=out_transposed, heads_on_input=True)
         if (o.in_features, o.out_features) != (rows, width):
-            raise _does_not_fit(place, "its stack of matrices is not one of Q, K, V and O.")
+            place.refuse("its stack of matrices is not one of Q, K, V and O.")
     return _parameter_reading(place, q, k, v, o)
 
 
@@ -310,18 +299,16 @@ def _heads_of_rows(place: ModuleContext, rows: int) -> tuple[int, int]:
     for count in (heads, kv_heads):
         if count and rows % count == 0 and (width is None or count * width == rows):
             return count, rows // count
-    raise _does_not_fit(
-        place, f"{rows} rows of a parameter do not fit the heads that it declares ({heads} of width {width})."
-    )
+    place.refuse(f"{rows} rows of a parameter do not fit the heads that it declares ({heads} of width {width}).")
 
 
 def _parameter_reading(place: ModuleContext, q: Slot, k: Slot, v: Slot, o: Slot | None) -> Reading:
     if q.head_dim != k.head_dim or q.in_features != k.in_features:
-        raise _does_not_fit(place, "its queries and keys have other sizes.")
+        place.refuse("its queries and keys have other sizes.")
     if q.num_heads % k.num_heads or k.num_heads != v.num_heads:
-        raise _does_not_fit(place, "its heads do not divide into groups.")
+        place.refuse("its heads do not divide into groups.")
     if o is not None and (o.num_heads, o.head_dim) != (q.num_heads, v.head_dim):
-        raise _does_not_fit(place, "its output has other heads.")
+        place.refuse("its output has other heads.")
     site = AttentionSite(place.name, place.module, q, k, v, o, **_stated_facts(place.module))
     paths = {id(part): name for name, part in place.module.named_modules()}
     slots = {letter: _slot_text(paths[id(slot.owner)], slot) for letter, slot in site.slots.items()}
@@ -337,10 +324,6 @@ def _slot_text(path: str, slot: Slot) -> str:
     rows = f"torch.arange({slot.rows.numel()}).view({slot.num_heads}, {slot.head_dim})"
     arguments = [_expression(path), f'"{slot.weight_name}"', rows, *(f"{key}={one!r}" for key, one in options.items())]
     return f"wellcond.Slot({', '.join(arguments)})"
-
-
-def _does_not_fit(place: ModuleContext, problem: str) -> UnsupportedLayoutError:
-    return UnsupportedLayoutError(place.name, problem, class_name=place.class_name)
 
 
 def _module_output(place: ModuleContext, q: Slot) -> Slot | None:

@@ -1,20 +1,13 @@
 """One observation of a forward pass: the only code that hooks a model.
 
-`record(model, batch, sites, fields)` runs the model once in evaluation mode and returns, for every attention layer,
-what it was called with, what its projections read, what its kernel got and computed, what it put out, and what its
-block added to the stream. `observe` installs the same hooks around a pass that somebody else runs, such as a training
-step.
-
+`record` runs the model once in evaluation mode; `observe` hooks a pass that somebody else runs (a training step).
 Only the fields asked for are copied. What was asked for and not seen stands in `SiteRecord.not_seen` with the reason;
-its value is None, which nobody may take for zero.
-
-The model is left as it was, also after an error: training flags, hooks, random state, gradients, global switches.
+its value is None, which nobody may take for zero. The model is left as it was, also after an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,8 +45,8 @@ HOW_TO_SEE = (
 class SiteRecord:
     """The first call of an attention layer in a forward pass; everything is None, or empty, unless asked for and seen.
 
-    The kernel's tensors (`q`, `k`, `v`, `logits`, `probabilities`, `mask`, `lse`, `products`, `softmaxes`) are those of
-    its first call inside the layer, and dropped after the caller's `each` has seen them.
+    The kernel's tensors (`kernel`, `logits`, `probabilities`, `mask`, `products`, `softmaxes`) are those of its first
+    call inside the layer, and dropped after the caller's `each` has seen them.
     """
 
     site: AttentionSite
@@ -75,7 +68,7 @@ class SiteRecord:
     """The first tensor that it returned."""
     spread: Tensor | None = None
     """Standard deviation of every head's logits over the keys that a token may see, (heads)."""
-    block: BlockRecord | None = None
+    block: Block | None = None
     """Of the stream before and after; None for a layer that stands in no block."""
     trace: KernelTrace = field(default_factory=KernelTrace, repr=False)
     not_seen: dict[str, str] = field(default_factory=dict)
@@ -109,25 +102,13 @@ class SiteRecord:
 
     @property
     def kernel(self) -> KernelCall | None:
-        """The first call of a kernel: of a fused one as it was; of an eager one, product and softmax."""
+        """The first call of a kernel, with q, k and v as it got them (after rotation, norm and gain), and the LSE.
+
+        Of an eager one, the product of queries and keys and that with the values.
+        """
         if self.trace.calls:
             return self.trace.calls[0]
         return _eager_call(self.products, self.softmaxes)
-
-    @property
-    def q(self) -> Tensor | None:
-        """Queries as the kernel got them, after rotation, norm and gain: (..., N, d)."""
-        return None if self.kernel is None else self.kernel.q
-
-    @property
-    def k(self) -> Tensor | None:
-        """Keys as the kernel got them: (..., M, d)."""
-        return None if self.kernel is None else self.kernel.k
-
-    @property
-    def v(self) -> Tensor | None:
-        """Values as the kernel got them: (..., M, e)."""
-        return None if self.kernel is None else self.kernel.v
 
     @property
     def mask(self) -> Tensor | None:
@@ -136,29 +117,12 @@ class SiteRecord:
         return calls[0].mask() if calls and len(self.softmaxes) in (0, len(calls)) else None
 
     @property
-    def lse(self) -> Tensor | None:
-        """Log-sum-exp of every row of logits, where the kernel returns it."""
-        return self.trace.calls[0].lse if self.trace.calls else None
-
-    @property
     def why_logits_hidden(self) -> str:
         """Why its logits were not seen; empty if they were, or if it has none that grow with Q and K."""
         if not self.seen:
             return JOINED if self.called and self.site.stream else ""
         why = self.not_seen.get("logits", self.not_seen.get("spread", ""))
         return why if self.site.kind in COMPARED_KINDS else ""
-
-    def largest_logits(self) -> tuple[Tensor, Tensor] | None:
-        """Bounds of the largest logit of every row, equal where the logits are known; None if nothing is known.
-
-        Of n numbers, lse - ln n <= max <= lse.
-        """
-        if self.logits is not None:
-            largest = self.logits.amax(-1)
-            return largest, largest
-        if self.lse is None or self.k is None:
-            return None
-        return self.lse - math.log(self.k.shape[-2]), self.lse
 
     def conclude(self) -> None:
         """Reduce the logits to their spread, and write down what was asked for and not seen.
@@ -174,25 +138,13 @@ class SiteRecord:
             self.not_seen = dict.fromkeys(self.fields, JOINED if self.called and self.site.stream else why)
 
 
-@dataclass(eq=False)
-class BlockRecord(Block):
-    """Root mean squares of what a block received and of what its parts added, as tensors; None where not seen."""
-
-    stream: Tensor | None = None
-    attention: dict[str, Tensor] = field(default_factory=dict)
-    """What attention added, by the name of the site."""
-    mlp: nn.Module | None = None
-    """The last matrix of the MLP."""
-    mlp_added: Tensor | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class ForwardRecord:
     """What one forward pass showed."""
 
     sites: list[SiteRecord]
     """In the order in which the sites were given."""
-    blocks: list[BlockRecord]
+    blocks: list[Block]
     """Of the attention layers, in their order; empty unless the stream was asked for."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """What the modules asked for put out in their first call, by name."""
@@ -208,11 +160,7 @@ def record(
     batch: Any,
     sites: Sequence[AttentionSite],
     fields: Collection[Field] = get_args(Field),
-    *,
-    each: Callable[[SiteRecord], None] | None = None,
-    outputs: Sequence[str] = (),
-    modules: Any = None,
-    copied: Callable[[AttentionSite, Tensor], Tensor] | None = None,
+    **options: Any,
 ) -> ForwardRecord:
     """Run a model once, in evaluation mode and without gradients, and return what each attention layer did.
 
@@ -224,22 +172,16 @@ def record(
             the kernel (q, k, v, mask, LSE); ``products``, the operands of all matrix products; ``logits``;
             ``probabilities``; ``spread``, the standard deviation of the logits; ``heads``, what W_O read; the
             ``output``; the ``stream`` (what its block received, and what attention and MLP added). All by default.
-        each: called with the record of every site as soon as its first call has returned. The kernel's tensors are
-            dropped afterwards, so that no more than one layer's attention maps are held.
-        outputs: names of modules whose outputs to keep.
-        modules: an object that looks at every module: ``entered(name, module, args, kwargs)`` when it is called,
-            ``left(name, module, args, output)`` when it returns.
-        copied: how a tensor of the arguments is copied; `torch.clone` by default.
+        **options: `each`, `outputs`, `modules` and `copied` of `observe`.
 
     Example:
         >>> from wellcond import find_attention
         >>> attention = nn.MultiheadAttention(8, 2, batch_first=True)
         >>> x = torch.randn(1, 5, 8)
         >>> seen = record(attention, (x, x, x), find_attention(attention)).sites[0]
-        >>> seen.logits.shape, seen.q.shape, sorted(seen.not_seen)
+        >>> seen.logits.shape, seen.kernel.q.shape, sorted(seen.not_seen)
         (torch.Size([2, 5, 5]), torch.Size([2, 5, 4]), ['heads', ...])
     """
-    options: dict[str, Any] = {"each": each, "outputs": outputs, "modules": modules, "copied": copied}
     try:
         with observe(model, sites, fields, **options) as found, eval_scope(model):
             run(model, batch)
@@ -259,9 +201,21 @@ def observe(
     modules: Any = None,
     copied: Callable[[AttentionSite, Tensor], Tensor] | None = None,
 ) -> Iterator[ForwardRecord]:
-    """Hook a model while somebody else runs it, with the arguments of `record`; nothing of the pass is changed."""
+    """Hook a model while somebody else runs it; nothing of the pass is changed.
+
+    Args:
+        model: any model.
+        sites: its attention layers.
+        fields: what to keep of each, see `record`.
+        each: called with the record of every site as soon as its first call has returned. The kernel's tensors are
+            dropped afterwards, so that no more than one layer's attention maps are held.
+        outputs: names of modules whose outputs to keep.
+        modules: an object that looks at every module: ``entered(name, module, args, kwargs)`` when it is called,
+            ``left(name, module, args, output)`` when it returns.
+        copied: how a tensor of the arguments is copied; `torch.clone` by default.
+    """
     wanted = frozenset(fields)
-    blocks = [BlockRecord(b.name, b.module, b.sites) for b in find_blocks(model, sites)] if "stream" in wanted else []
+    blocks = find_blocks(model, sites) if "stream" in wanted else []
     around = {id(site): block for block in blocks for site in block.sites}
     found = ForwardRecord([SiteRecord(site, wanted, block=around.get(id(site))) for site in sites], blocks)
     hooks = _Hooks(wanted, each, copied or (lambda _, tensor: tensor.clone()))
@@ -292,7 +246,6 @@ class _Hooks:
     running: list[SiteRecord] = field(default_factory=list)
 
     def of_site(self, one: SiteRecord) -> Iterator[RemovableHandle]:
-        """Install those of one site."""
         site = one.site
         yield site.module.register_forward_pre_hook(partial(self.enter, one), with_kwargs=True)
         yield site.module.register_forward_hook(partial(self.leave, one))
@@ -304,7 +257,6 @@ class _Hooks:
             yield site.o.owner.register_forward_pre_hook(partial(self.read, one, "output"), with_kwargs=True)
 
     def enter(self, one: SiteRecord, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin the first call of a site."""
         one.count += 1
         if one.count > 1 or (self.running and self.kernels is not None):
             return
@@ -317,11 +269,14 @@ class _Hooks:
         elif "tokens" in self.wanted:
             one.argument = _clone(first_tensor((*args, *kwargs.values())))
         if self.kernels is not None:
-            one.trace = _trace_of(one)
-            self.kernels.trace = one.trace
+            one.trace = self.kernels.trace = KernelTrace(
+                products=[] if self.wanted & {"operands", "products"} else None,
+                softmaxes=[],
+                evaluate=bool(self.wanted & {"products", "logits", "probabilities", "spread"}),
+                scale=one.site.scale,
+            )
 
     def leave(self, one: SiteRecord, module: nn.Module, args: Any, output: Any) -> None:
-        """End the first call of a site."""
         if one not in self.running:
             return
         self.running.remove(one)
@@ -342,7 +297,6 @@ class _Hooks:
             one.trace = KernelTrace()
 
     def read(self, one: SiteRecord, role: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Keep what a projection reads."""
         tensor = first_tensor((*args, *kwargs.values()))
         if tensor is None or one not in self.running:
             return
@@ -353,17 +307,6 @@ class _Hooks:
             one.inputs.pop(role, None)
         else:
             one.inputs[role] = tensor.detach().clone()
-
-
-def _trace_of(one: SiteRecord) -> KernelTrace:
-    """Empty lists for what was asked for."""
-    products = bool(one.fields & {"operands", "products"})
-    return KernelTrace(
-        products=[] if products else None,
-        softmaxes=[] if one.fields & {*KERNEL_FIELDS, "spread"} else None,
-        evaluate=bool(one.fields & {"products", "logits", "probabilities", "spread"}),
-        scale=one.site.scale,
-    )
 
 
 def _module_hooks(model: nn.Module, observer: Any) -> Iterator[RemovableHandle]:
@@ -382,7 +325,7 @@ def _output_hooks(model: nn.Module, names: Sequence[str], kept: dict[str, Tensor
         yield model.get_submodule(name).register_forward_hook(partial(keep, name))
 
 
-def _block_hooks(block: BlockRecord) -> Iterator[RemovableHandle]:
+def _block_hooks(block: Block) -> Iterator[RemovableHandle]:
     inside = tuple(f"{site.name.removeprefix(block.name + '.')}." for site in block.sites)
     outputs = {id(site.o.owner): site for site in block.sites if site.o is not None}
     last: list[tuple[nn.Module, Tensor]] = []
@@ -437,7 +380,7 @@ def _missing(one: SiteRecord) -> Iterator[tuple[str, str]]:
         if one.mask is None:
             why = "numbers are added to the logits, which may hide keys" if fused else "the softmax gets no mask"
             yield "mask", why
-        if one.lse is None:
+        if kernel is None or kernel.lse is None:
             yield "lse", "the kernel does not return it"
     if "heads" in one.fields and one.heads is None:
         yield "heads", "it has no W_O" if one.site.o is None else "W_O is used without calling its module"

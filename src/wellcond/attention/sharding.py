@@ -8,6 +8,7 @@ that is there in full is not.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,29 +128,27 @@ def fsdp_modules(model: nn.Module) -> list[nn.Module]:
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
+def _wrapped(model: nn.Module | None) -> Iterator[nn.Module]:
+    """A model, and what torch.compile's and DistributedDataParallel's wrappers hold, one inside the other."""
+    while model is not None:
+        yield model
+        is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+        model = model.module if is_ddp else getattr(model, "_orig_mod", None)
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside torch.compile's and DistributedDataParallel's wrappers: same parameters, plain names.
 
     Raises: TypeError for something that is no module.
     """
     check_model(model)
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
+    *_, inner = _wrapped(model)
+    return inner
 
 
 def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     """DistributedDataParallel, if it is one of the wrappers."""
-    while not isinstance(model, nn.parallel.DistributedDataParallel):
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None:
-            return None
-        model = inner
-    return model
+    return next((one for one in _wrapped(model) if isinstance(one, nn.parallel.DistributedDataParallel)), None)
 
 
 def update_buffers(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, SupportsIndex, get_args, overload
+from typing import Any, Literal, NoReturn, SupportsIndex, get_args, overload
 
 from torch import nn
 
@@ -215,6 +215,10 @@ class ModuleContext:
     def class_name(self) -> str:
         """Name of the module's class, without the package."""
         return type(self.module).__name__
+
+    def refuse(self, reason: str, advice: str = "") -> NoReturn:
+        """Raise UnsupportedLayoutError with the reason why q, k, v slots cannot express this module."""
+        raise UnsupportedLayoutError(self.name, reason, class_name=self.class_name, advice=advice)
 
     @property
     def parent(self) -> nn.Module | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -98,6 +98,11 @@ class Slot:
         if self.heads_on_input:
             return self.num_heads, self.out_features, self.head_dim
         return self.num_heads, self.head_dim, self.in_features
+
+    def regrouped(self, order: Tensor) -> Slot:
+        """The slot with its heads in this order; of a matrix of numbers, with the heads of every row taken for one."""
+        bias_rows = None if self.bias_rows is None else self.bias_rows[order].flatten(1)
+        return replace(self, rows=self.rows[order].flatten(1), bias_rows=bias_rows)
 
     # Stored tensors and matrices
 

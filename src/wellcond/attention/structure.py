@@ -1,58 +1,45 @@
 """Which reading of an attention layer's weights the module's own output proves (`wellcond.attention.proof`).
 
-For a class that nobody named, a fused weight, a stack of matrices or projections without a head count leave several
-readings (`wellcond.attention.readings`); the one that is proven is believed. Separate projections and a head count
-leave a single one, which is also taken (as evidence by structure) where the module cannot be run.
-
-What a user's adapter declares is one reading, judged in the same way. A declaration that the output contradicts is
-refuted, with the call of a builder that the output confirms where there is one.
+For a class that nobody named, several readings may be left (`wellcond.attention.readings`); the one that is proven is
+believed. A single one is also taken (as evidence by structure) where the module cannot be run. What a user's adapter
+declares is one reading, judged in the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor, nn
 
 from wellcond.attention import layout, trial
-from wellcond.attention.products import ProductRecorder, expected_heads, facts_of
+from wellcond.attention.kernels import FLOOR
 from wellcond.attention.proof import Proof, prove
-from wellcond.attention.readings import BUILDERS, Reading, build_reading, list_readings
+from wellcond.attention.readings import BUILDERS, Reading, build_reading
+from wellcond.attention.record import SiteRecord, record
 from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.attention.trial import Example, Trial
-from wellcond.errors import UnsupportedLayoutError
 
+RELATIVE_TOLERANCE = 1e-5  # some modules compute in float32 inside, whatever they are given
 
-@dataclass(frozen=True)
-class Verdict:
-    """What trial runs of a module showed about readings of its weights."""
-
-    holds: bool | None
-    """None where the module could not be run."""
-    reason: str
-    facts: dict[str, Any] = field(default_factory=dict)
-    chosen: int = 0
-    """Number of the reading that is proven."""
-
-
-_VERDICTS: dict[object, Verdict] = {}
+_PROOFS: dict[object, Proof] = {}
 """By class, sizes and settings of a module and by its readings: equal layers of a model are proven once."""
 
 
 def _once(
-    place: ModuleContext, readings: Sequence[Reading], example: Example | None, judge: Callable[[], Verdict]
-) -> Verdict:
+    place: ModuleContext, readings: Sequence[Reading], example: Example | None, judge: Callable[[], Proof]
+) -> Proof:
     key = (_signature(place.module), example, tuple(reading.text for reading in readings))
-    if key not in _VERDICTS:
-        with trial.quiet():
-            _VERDICTS[key] = judge()
-    return _VERDICTS[key]
+    if key not in _PROOFS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as those of kernels that are slow on a CPU
+            _PROOFS[key] = judge()
+    return _PROOFS[key]
 
 
 def _signature(module: nn.Module) -> object:
@@ -69,61 +56,54 @@ def _signature(module: nn.Module) -> object:
 # A class that nobody named
 
 
-def describe_by_structure(place: ModuleContext) -> list[AttentionSite]:
-    """The sites of a module (one per stream) of which one reading is proven; none if it is no attention.
+def choose_reading(place: ModuleContext, readings: list[Reading]) -> list[AttentionSite]:
+    """The sites of a module (one per stream) by the reading that is proven.
 
-    Raises: UnsupportedLayoutError if it looks like an attention and no reading is proven.
+    Raises: UnsupportedLayoutError if none is.
     """
-    readings = list_readings(place)
-    if not readings:
-        return []
-    verdict = _once(place, readings, None, lambda: _judge_readings(place, readings))
-    if verdict.holds:
-        return [replace(site, evidence="forward", **verdict.facts) for site in readings[verdict.chosen].streams]
-    if len(readings) == 1 and verdict.holds is None:
+    proof = _once(place, readings, None, lambda: _judge_readings(place, readings))
+    if proof.holds:
+        return [replace(site, evidence="forward", **proof.facts) for site in readings[proof.chosen].streams]
+    if len(readings) == 1 and proof.holds is None:
         return [replace(site, evidence="structure") for site in readings[0].streams]
-    advice = readings[0].adapter_to_paste(place)
-    raise UnsupportedLayoutError(place.name, verdict.reason, class_name=place.class_name, advice=advice)
+    place.refuse(proof.reason, readings[0].adapter_to_paste(place))
 
 
-def _judge_readings(place: ModuleContext, readings: list[Reading]) -> Verdict:
-    tried = trial.why_not(place.module) or _try_readings(place, readings, None)
+def _judge_readings(place: ModuleContext, readings: list[Reading]) -> Proof:
+    tried = _try_readings(place, readings, None)
     if isinstance(tried, str):
-        return Verdict(None, f"no reading of its weights could be proven: {tried}.")
-    if tried.proven is not None:
-        facts = {"scale": None, **_seen_facts(tried.trial, readings[tried.proven]), **tried.proofs[-1].facts}
+        return Proof(None, f"no reading of its weights could be proven: {tried}.")
+    attempt, proofs = tried
+    if proofs[-1].holds:
+        proven = len(proofs) - 1
+        facts = {"scale": None, **_seen_facts(attempt, readings[proven]), **proofs[-1].facts}
         if any("mask" in name for name in trial.required_names(place.module)):
             facts["causal"] = None  # the caller's mask decides
-        return Verdict(True, tried.proofs[-1].reason, facts, tried.proven)
+        return replace(proofs[-1], facts=facts, chosen=proven)
     # Products that the kernel shows are evidence as well, where something else breaks the symmetries: a weight that is
     # tied or used twice.
-    multiplied = {number: _seen_facts(tried.trial, reading) for number, reading in enumerate(readings)}
+    multiplied = {number: _seen_facts(attempt, reading) for number, reading in enumerate(readings)}
     found = [number for number, facts in multiplied.items() if facts]
     if len(found) == 1:
-        return Verdict(True, "its forward pass multiplies these heads", multiplied[found[0]], found[0])
-    why = "; ".join(f"{one.text}: {proof.reason}" for one, proof in zip(readings[:3], tried.proofs, strict=False))
-    return Verdict(False, f"its output contradicts every reading of its weights ({why}).")
+        return Proof(True, "its forward pass multiplies these heads", facts=multiplied[found[0]], chosen=found[0])
+    why = "; ".join(f"{one.text}: {proof.reason}" for one, proof in zip(readings[:3], proofs, strict=False))
+    return Proof(False, f"its output contradicts every reading of its weights ({why}).")
 
 
 # Trial runs
 
 
-@dataclass(frozen=True)
-class _Tried:
-    """A trial and the proofs of readings in it, up to the first that holds."""
+def _try_readings(
+    place: ModuleContext, readings: Sequence[Reading], example: Example | None
+) -> tuple[Trial, list[Proof]] | str:
+    """A trial and the proofs of readings in it, of which the last holds; else those of the first trial that ran.
 
-    trial: Trial
-    proofs: list[Proof]
-
-    @property
-    def proven(self) -> int | None:
-        """Number of the reading that is proven."""
-        return len(self.proofs) - 1 if self.proofs[-1].holds else None
-
-
-def _try_readings(place: ModuleContext, readings: Sequence[Reading], example: Example | None) -> _Tried | str:
-    """The trial in which a reading is proven, else the first that ran; a text that says why, where none did."""
-    first: _Tried | None = None
+    Returns: a text that says why, where none ran.
+    """
+    why = trial.why_not(place.module)
+    if why is not None:
+        return why
+    first: tuple[Trial, list[Proof]] | None = None
     failure: Exception | None = None
     widths = [site.in_features for site in readings[0].streams]
     for attempt in trial.trials(place, widths, example):
@@ -134,8 +114,8 @@ def _try_readings(place: ModuleContext, readings: Sequence[Reading], example: Ex
         for reading in readings:
             proofs.append(_prove(attempt, reading))
             if proofs[-1].holds:
-                return _Tried(attempt, proofs)
-        first = first or _Tried(attempt, proofs)
+                return attempt, proofs
+        first = first or (attempt, proofs)
     if first is not None:
         return first
     reason = "no arguments could be made" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -151,32 +131,81 @@ def _prove(attempt: Trial, reading: Reading) -> Proof:
         return Proof(False, f"it could not be run ({type(error).__name__}: {error})")
 
 
+# What the kernel's products and softmax show, where they can be seen
+
+
+@torch.no_grad()
 def _seen_facts(attempt: Trial, reading: Reading) -> dict[str, Any]:
-    """Scale, position bias and rotary positions, where the kernel's products and softmax can be seen."""
+    """Scale, causality, position bias and rotation, if the products are softmax attention on the reading's heads."""
     with contextlib.suppress(Exception), trial.healthy([one.on(attempt.module) for one in reading.streams]) as streams:
         site = streams[0]
-        read = [attempt.tokens]
-
-        def keep(_: nn.Module, args: Any) -> None:
-            read[0] = args[0].detach().reshape(-1, args[0].shape[-1])
-
-        owner = site.q.owner
-        handle = None if owner is site.module else owner.register_forward_pre_hook(keep)
-        recorder = ProductRecorder()
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), contextlib.suppress(Exception), recorder:
-            attempt.run()
-        if handle is not None:
-            handle.remove()
-        if read[0].shape[-1] == site.in_features:
-            with torch.no_grad():
-                return facts_of(recorder, expected_heads(site, read[0]))
+        [seen] = record(attempt.module, lambda _: attempt.run(), [site], ("tokens", "products", "logits")).sites
+        tokens = seen.inputs.get("query", attempt.tokens)
+        return _compare_products(seen, *(_expected_heads(site, role, tokens.flatten(0, -2)) for role in "qkv"))
     return {}
+
+
+def _expected_heads(site: AttentionSite, role: str, x_ND: Tensor) -> Tensor:
+    """Every head by the site's own account, (heads, tokens, head_dim); of keys and values repeated per group."""
+    slot = site.slots[role]
+    heads = torch.einsum("nc,hdc->hnd", x_ND, slot.read())
+    bias = slot.read_bias()
+    if bias is not None:
+        heads = heads + bias[:, None, :]
+    return heads.repeat_interleave(site.num_heads // slot.num_heads, dim=0)
+
+
+def _compare_products(seen: SiteRecord, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    for left, right in seen.products:
+        found_q, found_k = _match(left, q), _match(right.mT, k)
+        if found_q is None or found_k is None:
+            continue
+        for weights, values in seen.products:
+            if proportional(values, v) is None:
+                continue
+            for logits, p in seen.softmaxes:
+                if p.numel() == weights.numel() and torch.equal(p.reshape_as(weights), weights):
+                    facts = _logit_facts(logits.reshape_as(weights), weights, left @ right)
+                    if facts["scale"] is not None:
+                        facts["scale"] = float(f"{facts['scale'] * found_q[0] * found_k[0]:.7g}")
+                    facts["rotary"] = found_q[1] or found_k[1]
+                    return facts
+    return {}
+
+
+def _match(found: Tensor, expected: Tensor) -> tuple[float, bool] | None:
+    """(factor, rotated) if `found` is the expected heads, exactly or up to a rotation of each token (rotary)."""
+    factor = proportional(found, expected)
+    if factor is not None or found.shape != expected.shape:
+        return None if factor is None else (factor, False)
+    # A rotary embedding keeps the length of every token of every head.
+    factor = proportional(found.norm(dim=-1), expected.norm(dim=-1))
+    return None if factor is None else (factor, True)
+
+
+def proportional(found: Tensor, expected: Tensor) -> float | None:
+    """The factor c with found = c * expected, or None."""
+    if found.shape != expected.shape:
+        return None
+    factor = float((found * expected).sum() / (expected * expected).sum())
+    off = float((found - factor * expected).norm())
+    return factor if factor != 0 and off <= RELATIVE_TOLERANCE * float(found.norm()) else None
+
+
+def _logit_facts(logits: Tensor, p: Tensor, products: Tensor) -> dict[str, Any]:
+    """Causality, scale and position bias of a softmax's logits, beside the products that they are made of."""
+    above = torch.ones_like(p[0]).triu(1).bool()
+    causal = bool((p[:, above] < 1e-12).all())
+    seen = (p > 0) & torch.isfinite(logits) & (logits > FLOOR)
+    factor = proportional(logits[seen], products[seen])
+    # A bias on the logits leaves no common factor: the scale is then not measurable this way.
+    return {"causal": causal, "scale": factor, "relative_position_bias": factor is None}
 
 
 # What a user's adapter declares
 
 
-def judge_declared(place: ModuleContext, site: AttentionSite, example: Example | None = None) -> Verdict:
+def judge_declared(place: ModuleContext, site: AttentionSite, example: Example | None = None) -> Proof:
     """Ask a module whether what an adapter declares of it is right; once for each class, configuration, declaration.
 
     Args:
@@ -199,31 +228,32 @@ def _declaration(site: AttentionSite) -> str:
     return repr((slots, stated, sorted(site.roles.items())))
 
 
-def _judge_declared(place: ModuleContext, declared: Reading, example: Example | None) -> Verdict:
+def _judge_declared(place: ModuleContext, declared: Reading, example: Example | None) -> Proof:
     [site] = declared.streams
     if site.kind != "softmax":
-        return Verdict(None, f"its kind is {site.kind}, whose symmetries are others")
+        return Proof(None, f"its kind is {site.kind}, whose symmetries are others")
     if not {site.q.owner, site.k.owner, site.v.owner} <= set(site.module.modules()):
-        return Verdict(None, "its projections are no part of the module")
-    tried = trial.why_not(site.module) or _try_readings(place, [declared], example)
+        return Proof(None, "its projections are no part of the module")
+    tried = _try_readings(place, [declared], example)
     if isinstance(tried, str):
-        return Verdict(None, tried)
-    if tried.proven is not None:
-        return _compare_facts(site, tried.proofs[0], _seen_facts(tried.trial, declared))
-    text = f"its own output contradicts what the adapter declares: {tried.proofs[0].reason}."
+        return Proof(None, tried)
+    attempt, [proof] = tried
+    if proof.holds:
+        return _compare_facts(site, proof, _seen_facts(attempt, declared))
+    text = f"its own output contradicts what the adapter declares: {proof.reason}."
     for other in _alternatives(place, site):
-        if _prove(tried.trial, other).holds:
-            return Verdict(False, f"{text}\n  Its forward pass confirms {other.text}.")
-    return Verdict(False, text)
+        if _prove(attempt, other).holds:
+            return Proof(False, f"{text}\n  Its forward pass confirms {other.text}.")
+    return Proof(False, text)
 
 
-def _compare_facts(site: AttentionSite, proof: Proof, seen: dict[str, Any]) -> Verdict:
+def _compare_facts(site: AttentionSite, proof: Proof, seen: dict[str, Any]) -> Proof:
     """Facts that the trial shows and the adapter left open; a scale that it shows to be another one refutes it."""
     owned = {id(tensor) for slot in site.slots.values() for tensor in (slot.parameter, slot.stored_bias())}
     learned = any(id(parameter) not in owned for parameter in site.module.parameters())
     scale = None if learned or site.modifiers else seen.get("scale")
     if scale is not None and site.scale is not None and abs(scale - site.scale) > 1e-4 * abs(scale):
-        return Verdict(False, f"scale is declared as {site.scale:.7g}, and its logits are {scale:.7g} q.k")
+        return Proof(False, f"scale is declared as {site.scale:.7g}, and its logits are {scale:.7g} q.k")
     facts = {"scale": scale} if site.scale is None and scale is not None else {}
     if site.causal is False and proof.facts.get("causal"):
         facts["causal"] = True
@@ -231,7 +261,7 @@ def _compare_facts(site: AttentionSite, proof: Proof, seen: dict[str, Any]) -> V
         facts["rotary"] = True
     if seen.get("relative_position_bias") and not site.modifiers and site.causal is not None:
         facts["relative_position_bias"] = True
-    return Verdict(True, proof.reason, facts)
+    return replace(proof, facts=facts)
 
 
 def _alternatives(place: ModuleContext, site: AttentionSite) -> Iterator[Reading]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from wellcond.attention import names
 from wellcond.attention.effective import remove_conditioning
-from wellcond.attention.plain_copy import gathered, plain_copy
+from wellcond.attention.evaluation import copy_argument, gathered, plain_copy, run, tensors_in
 from wellcond.attention.site import AttentionSite, ModuleContext
 
 FEATURE = 0
@@ -40,23 +39,18 @@ class Trial:
     """A copy of a module, and one way to call it."""
 
     module: nn.Module
-    arguments: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    batch: Any
     tokens: Tensor
     """(N, D), as the first argument holds them."""
     streams: int = 1
-    has_local_feature: bool = True
-
-    @property
-    def local(self) -> tuple[int, int, int] | None:
-        """Feature, token and number of tokens, if one feature is zero in all tokens but one."""
-        return (FEATURE, TOKEN, len(self.tokens)) if self.has_local_feature else None
+    local: tuple[int, int, int] | None = None
+    """Feature, token and number of tokens, if one feature is zero in all tokens but one."""
 
     def run(self) -> Tensor:
         """The copy's output: the first tensor of what it returns, or those of all streams in a row."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-            returned = self.module(*self.arguments, **self.kwargs)
-        found = list(itertools.islice(_tensors_in(returned), self.streams))
+            returned = run(self.module, self.batch)
+        found = list(itertools.islice(tensors_in(returned), self.streams))
         if len(found) < self.streams:
             raise TypeError(f"it returns {len(found)} tensors: expected {self.streams}")
         return found[0] if self.streams == 1 else torch.cat([part.flatten() for part in found])
@@ -77,7 +71,10 @@ def trials(place: ModuleContext, widths: Sequence[int], example: Example | None 
     try:
         module = _random_copy(place.module)
         if example is not None:
-            yield _example_trial(module, example(place.module))
+            batch = copy_argument(example(place.module), {}, _in_float64)
+            given = Trial(module, batch, next(tensors_in(batch)))
+            given.run()
+            yield given
             return
         copied = replace(place, module=module)
     except Exception as error:  # an arbitrary module, or its example, may raise anything
@@ -89,7 +86,7 @@ def trials(place: ModuleContext, widths: Sequence[int], example: Example | None 
         failed: Exception | None = None
         for arranged, axis in _arrangements(tokens):
             for arguments in _argument_lists(copied, arranged, axis, others):
-                trial = Trial(module, arguments, {}, tokens, len(widths))
+                trial = Trial(module, arguments, tokens, len(widths), (FEATURE, TOKEN, count))
                 try:
                     output = trial.run()
                 except Exception as error:  # and when it is called
@@ -102,25 +99,8 @@ def trials(place: ModuleContext, widths: Sequence[int], example: Example | None 
             yield failed
 
 
-def _example_trial(module: nn.Module, given: Any) -> Trial:
-    given = _in_float64(given)
-    kwargs = given if isinstance(given, Mapping) else {}
-    arguments = () if isinstance(given, Mapping) else given if isinstance(given, tuple) else (given,)
-    tokens = next(_tensors_in((arguments, dict(kwargs))))
-    found = Trial(module, arguments, kwargs, tokens, has_local_feature=False)
-    found.run()
-    return found
-
-
-def _in_float64(value: Any) -> Any:
-    """Arguments of a call with floating point tensors in float64 on the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", torch.float64 if value.is_floating_point() else value.dtype, copy=True)
-    if isinstance(value, Mapping):
-        return {key: _in_float64(part) for key, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_in_float64(part) for part in value)
-    return value
+def _in_float64(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
 def why_not(module: nn.Module) -> str | None:
@@ -236,7 +216,6 @@ def _guesses(place: ModuleContext, name: str, tokens: Tensor, axis: int) -> Iter
 
 
 def _causal_block_mask(count: int) -> Any:
-    """A causal mask for flex_attention."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return create_block_mask(lambda _, __, query, key: query >= key, None, None, count, count, device="cpu")
@@ -262,20 +241,3 @@ def _rotations(place: ModuleContext, count: int) -> Iterator[Any]:
         yield angles.cos()[None, :, None], angles.sin()[None, :, None]
         yield angles.cos(), angles.sin()
         yield torch.polar(torch.ones_like(angles), angles)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and mappings, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    for part in parts:
-        yield from _tensors_in(part)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No warnings, such as those of kernels that are slow on a CPU."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

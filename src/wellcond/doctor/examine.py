@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.blocks import Block
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.kernels import ADDED_FLOOR, is_masked
-from wellcond.attention.record import BlockRecord, Field, ForwardRecord, SiteRecord, by_head, record, root_mean_square
+from wellcond.attention.record import Field, ForwardRecord, SiteRecord, by_head, record, root_mean_square
 from wellcond.attention.sharding import full_tensor
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
@@ -268,7 +269,7 @@ def _share_values(v: Tensor) -> bool:
 # Blocks and corrections
 
 
-def _shares(site: AttentionSite, block: BlockRecord | None) -> dict[str, Any]:
+def _shares(site: AttentionSite, block: Block | None) -> dict[str, Any]:
     if block is None:
         return {}
     fields: dict[str, Any] = {"scales_itself": block.scales_itself}

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.blocks import block_matrices
+from wellcond.attention.evaluation import plain_copy
 from wellcond.attention.layout import is_conv1d
-from wellcond.attention.plain_copy import plain_copy
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import UnsupportedLayoutError
 from wellcond.init.plan import InitContext, Write, head_write, register_init

@@ -14,9 +14,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from wellcond.attention.effective import corrections_of, effective_weight, remove_conditioning
-from wellcond.attention.evaluation import copy_argument, first_tensor, plain_kernels
+from wellcond.attention.evaluation import HOOKS, copy_argument, first_tensor, plain_kernels
 from wellcond.attention.layout import head_rows
-from wellcond.attention.plain_copy import HOOKS
 from wellcond.attention.record import SiteRecord
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.effective import class_without_conditioning, corrections_of
-from wellcond.attention.evaluation import Arguments
+from wellcond.attention.evaluation import Arguments, plain_class, plain_copy
 from wellcond.attention.names import HEADS
-from wellcond.attention.plain_copy import plain_class, plain_copy
 from wellcond.attention.record import NOT_CALLED, Field, record
 from wellcond.attention.sharding import full_tensor, is_distributed
 from wellcond.attention.site import AttentionSite

@@ -8,23 +8,22 @@ or a rule, a function of the place, where it depends on the module:
 - `refuse`: a rule and the reason that it is a module which q, k, v slots cannot express;
 - facts of the site: `kind`, `scale` (a number, `ROOT`, None where it is learned or not one number), `causal`, `cross`,
   `relative_position_bias`, `qk_norm`, `rotary`, `talking_heads`, `roles`;
-- `modifiers`: for each word (`wellcond.attention.families.modifiers`) whether it holds.
+- `modifiers`: for each word of `VOCABULARY` whether it holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
 from wellcond.attention import layout
 from wellcond.attention.families import Adapter
-from wellcond.attention.families.modifiers import those
 from wellcond.attention.layout import FACTS
 from wellcond.attention.site import AttentionSite, ModuleContext
-from wellcond.errors import UnsupportedLayoutError, check_choice
+from wellcond.errors import check_choice
 
 Rule = Callable[[ModuleContext], Any]
 ROOT = "head_dim ** -0.5"
@@ -32,6 +31,50 @@ ROOT = "head_dim ** -0.5"
 SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_head_dim")
 STORAGE = (*SIZES, "arrangement", "order", "shards")
 COLUMNS = (*STORAGE, *FACTS, "refuse")
+
+# What changes the mathematics and no other field of a site expresses.
+ATTENTION_SINKS = "attention sinks"
+EXTRA_KEYS = "extra keys"
+SELECTED_KEYS = "selected keys"
+QUERY_POSITION_TERM = "query position term"
+POSITION_DEPENDENT_SCALE = "position-dependent scale"
+LOGIT_SOFTCAP = "logit softcap"
+POOLED_QUERIES = "pooled queries"
+CLIPPED_QKV = "clipped qkv"
+SCALED_VALUES = "scaled values"
+VALUE_CONVOLUTION = "value convolution"
+OUTPUT_NORM = "output norm"
+GATED_OUTPUT = "gated output"
+
+VOCABULARY: Mapping[str, str] = {
+    ATTENTION_SINKS: "a learned logit per head joins the softmax, so that the weights of the keys sum to less than one",
+    EXTRA_KEYS: "keys and values that no token makes are seen too: learned ones, or zeros",
+    SELECTED_KEYS: "something besides position decides which keys a query sees: an indexer, or chance",
+    QUERY_POSITION_TERM: "the logits have a term that multiplies positions with the query",
+    POSITION_DEPENDENT_SCALE: "the scale of the logits grows with the position of the query",
+    LOGIT_SOFTCAP: "the logits pass c tanh(x / c)",
+    POOLED_QUERIES: "queries are pooled over tokens after their projection",
+    CLIPPED_QKV: "projected queries, keys and values are clamped",
+    SCALED_VALUES: "values are multiplied by a fixed number",
+    VALUE_CONVOLUTION: "a convolution of the values is added to the output of the heads",
+    OUTPUT_NORM: "a norm stands between the heads and W_O",
+    GATED_OUTPUT: "the output of the heads is multiplied by a gate that reads the tokens, before W_O",
+}
+
+
+def those(holds: Mapping[str, bool]) -> tuple[str, ...]:
+    """The words that hold, in the order of the vocabulary.
+
+    Raises: ValueError for a word outside the vocabulary.
+
+    Example:
+        >>> those({GATED_OUTPUT: True, OUTPUT_NORM: True, EXTRA_KEYS: False})
+        ('output norm', 'gated output')
+    """
+    unknown = sorted(set(holds) - set(VOCABULARY))
+    if unknown:
+        raise ValueError(f"unknown modifiers {unknown}; expected some of {list(VOCABULARY)}")
+    return tuple(word for word in VOCABULARY if holds.get(word))
 
 
 def by_class(rows: Mapping[str, Adapter], dotted: Callable[[str], str]) -> dict[str, Adapter]:
@@ -52,6 +95,11 @@ def has(*names: str) -> Rule:
 def holds(name: str) -> Rule:
     """Whether an attribute of the module is there and not None."""
     return lambda place: getattr(place.module, name, None) is not None
+
+
+def around(name: str) -> Rule:
+    """Whether a containing module holds this attribute and passes it down (a shared rotary table or position bias)."""
+    return lambda place: any(getattr(module, name, None) is not None for module in place.ancestors())
 
 
 def setting(name: str) -> Rule:
@@ -118,20 +166,12 @@ def check_refusal(place: ModuleContext, columns: Mapping[str, Any]) -> None:
     """
     rule, reason = columns.get("refuse", (None, ""))
     if rule is not None and rule(place):
-        refuse(place, reason)
-
-
-def refuse(place: ModuleContext, reason: str) -> NoReturn:
-    """Raise with the reason why q, k, v slots cannot express this module.
-
-    Raises: UnsupportedLayoutError.
-    """
-    raise UnsupportedLayoutError(place.name, reason, class_name=place.class_name)
+        place.refuse(reason)
 
 
 def refused(reason: str) -> Adapter:
     """How a class is described that is always refused."""
-    return lambda place: refuse(place, reason)
+    return lambda place: place.refuse(reason)
 
 
 def attention(
@@ -157,7 +197,7 @@ def attention(
         choices = [[part_named(place.module, path) for path in names.split()] for names in projections.split("|")]
         parts = next((parts for parts in choices if None not in parts), None)
         if parts is None:
-            refuse(place, f"it has no projections under the names {projections}.")
+            place.refuse(f"it has no projections under the names {projections}.")
         out = None if output is None else part_named(place.module, output)
         site = with_facts(place, build(place, parts, output=out, **storage_of(place, columns)), columns)
         return site if then is None else then(site)

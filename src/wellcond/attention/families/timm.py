@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from wellcond.attention import layout
-from wellcond.attention.families import Adapter, modifiers, refused, table
-from wellcond.attention.families.table import ROOT, Rule, attribute, by_class, has, holds, with_facts
+from wellcond.attention.families import Adapter, refused, table
+from wellcond.attention.families.table import ROOT, Rule, around, attribute, by_class, has, holds, with_facts
 from wellcond.attention.layout import QKVLayout, head_rows, output_slot, projection_slot
 from wellcond.attention.site import AttentionSite, ModuleContext, Normaliser
 from wellcond.attention.slot import Slot
@@ -41,11 +41,6 @@ def query_key_norm(place: ModuleContext) -> Normaliser | None:
     """The normaliser between the projections and their product, under timm's usual names."""
     kinds = {norm_kind(getattr(place.module, name, None)) for name in ("q_norm", "k_norm")}
     return kinds.pop() if len(kinds) == 1 else "other"
-
-
-def around(name: str) -> Rule:
-    """Whether a containing module holds this attribute and passes it down (a shared rotary table or position bias)."""
-    return lambda place: any(getattr(module, name, None) is not None for module in place.ancestors())
 
 
 def either(*rules: Rule) -> Rule:
@@ -120,10 +115,10 @@ def tnt(place: ModuleContext) -> AttentionSite:
 
 # What stands between the heads and W_O in ViT, EVA and NaFlexViT: a norm (`scale_norm`), a gate (`gated`).
 BEFORE_OUTPUT: dict[str, Rule] = {
-    modifiers.OUTPUT_NORM: lambda place: norm_kind(getattr(place.module, "norm", None)) is not None,
-    modifiers.GATED_OUTPUT: holds("gate"),
+    table.OUTPUT_NORM: lambda place: norm_kind(getattr(place.module, "norm", None)) is not None,
+    table.GATED_OUTPUT: holds("gate"),
 }
-POSITION_TERM = {modifiers.QUERY_POSITION_TERM: True}
+POSITION_TERM = {table.QUERY_POSITION_TERM: True}
 POOLED_QUERIES = (
     "its queries are max-pooled over tokens between projection and product, so the rows of its query weight are not "
     "what is compared with the keys."
@@ -154,7 +149,7 @@ ROWS: dict[str, Adapter] = {
     "models.vision_transformer_sam.Attention": attention(
         relative_position_bias=has("use_rel_pos"),
         rotary=holds("rope"),
-        modifiers={modifiers.QUERY_POSITION_TERM: has("use_rel_pos")},
+        modifiers={table.QUERY_POSITION_TERM: has("use_rel_pos")},
     ),
     "models.vision_transformer.ParallelScalingBlock": parallel_block,
     "models.tnt.Attention": tnt,

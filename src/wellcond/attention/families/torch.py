@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from wellcond.attention.families import modifiers
+from wellcond.attention.families.table import EXTRA_KEYS, those
 from wellcond.attention.layout import QKVLayout, head_rows, output_slot
 from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.attention.slot import Slot
@@ -37,7 +37,7 @@ def multihead_attention(place: ModuleContext) -> AttentionSite:
         scale=module.head_dim**-0.5,
         causal=None,
         cross=after_encoder or not is_fused,
-        modifiers=modifiers.those({modifiers.EXTRA_KEYS: module.bias_k is not None or module.add_zero_attn}),
+        modifiers=those({EXTRA_KEYS: module.bias_k is not None or module.add_zero_attn}),
     )
 
 

@@ -7,17 +7,16 @@ about itself; the columns of a row say what it does not.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from wellcond.attention import layout, names
 from wellcond.attention.families import Adapter, refused, table
-from wellcond.attention.families import modifiers as words
 from wellcond.attention.families.table import (
     ROOT,
     Rule,
+    around,
     attribute,
     build,
     by_class,
@@ -26,7 +25,6 @@ from wellcond.attention.families.table import (
     has,
     holds,
     negated,
-    refuse,
     setting,
     storage_of,
     value_of,
@@ -93,28 +91,23 @@ def holds_module(*wanted: str) -> Rule:
     return lambda place: any(isinstance(getattr(place.module, name, None), nn.Module) for name in wanted)
 
 
-def clips(place: ModuleContext) -> bool:
-    """Whether projected queries, keys and values are clamped."""
-    return bool(getattr(place.module, "clip_qkv", None) or place.config("clip_qkv"))
-
-
 STATED_MODIFIERS: dict[str, Rule] = {
-    words.ATTENTION_SINKS: holds("sinks"),
-    words.SELECTED_KEYS: lambda place: getattr(place.module, "num_random_blocks", 0) > 0 or holds("indexer")(place),
-    words.LOGIT_SOFTCAP: holds("attn_logit_softcapping"),
-    words.CLIPPED_QKV: clips,
-    words.SCALED_VALUES: lambda place: getattr(place.module, "v_scale", 1.0) != 1.0,
-    words.OUTPUT_NORM: holds_module("attn_sub_norm", "inner_attn_ln", "o_norm"),
-    words.GATED_OUTPUT: holds_module("gate_proj", "g_proj"),
+    table.ATTENTION_SINKS: holds("sinks"),
+    table.SELECTED_KEYS: lambda place: getattr(place.module, "num_random_blocks", 0) > 0 or holds("indexer")(place),
+    table.LOGIT_SOFTCAP: holds("attn_logit_softcapping"),
+    table.CLIPPED_QKV: lambda place: getattr(place.module, "clip_qkv", None) or place.config("clip_qkv"),
+    table.SCALED_VALUES: lambda place: getattr(place.module, "v_scale", 1.0) != 1.0,
+    table.OUTPUT_NORM: holds_module("attn_sub_norm", "inner_attn_ln", "o_norm"),
+    table.GATED_OUTPUT: holds_module("gate_proj", "g_proj"),
 }
 STATED: dict[str, Any] = {"scale": stated_scale, "causal": is_causal, "cross": is_cross, "qk_norm": qk_norm}
 # With these, logits are not one fixed multiple of the products of q and k plus terms that do not depend on q and k.
 WITHOUT_SCALE = {
-    words.LOGIT_SOFTCAP,
-    words.CLIPPED_QKV,
-    words.QUERY_POSITION_TERM,
-    words.POSITION_DEPENDENT_SCALE,
-    words.POOLED_QUERIES,
+    table.LOGIT_SOFTCAP,
+    table.CLIPPED_QKV,
+    table.QUERY_POSITION_TERM,
+    table.POSITION_DEPENDENT_SCALE,
+    table.POOLED_QUERIES,
 }
 
 
@@ -143,7 +136,7 @@ def with_stated_facts(place: ModuleContext, site: AttentionSite, columns: dict[s
     """
     modifiers = STATED_MODIFIERS | columns.get("modifiers", {})
     holding = {word: bool(value_of(rule, place)) for word, rule in modifiers.items()}
-    facts = STATED | {"relative_position_bias": holding.get(words.QUERY_POSITION_TERM, False)} | columns
+    facts = STATED | {"relative_position_bias": holding.get(table.QUERY_POSITION_TERM, False)} | columns
     facts["modifiers"] = holding
     if any(holding.get(word) for word in WITHOUT_SCALE):
         facts["scale"] = None
@@ -156,44 +149,44 @@ def with_stated_facts(place: ModuleContext, site: AttentionSite, columns: dict[s
 
 def separate(**columns: Any) -> Adapter:
     """How a class is described with three projections whose heads follow each other in the rows."""
-    return partial(describe_separate, columns=checked(columns))
+    checked(columns)
 
+    def describe(place: ModuleContext) -> AttentionSite:
+        check_refusal(place, columns)
+        q, k, v = projections_of(place)
+        rows, kv_rows = layout.out_features(q), layout.out_features(k)
+        head_dim = storage_of(place, columns).get("head_dim") or first_attribute(place.module, names.HEAD_DIM)
+        head_dim = int(head_dim or layout.divide_heads(place, "query", rows, head_count(place)))
+        sizes = {"num_heads": rows // head_dim, "num_kv_heads": kv_rows // head_dim, "head_dim": head_dim}
+        value_dim = layout.divide_heads(place, "value", layout.out_features(v), sizes["num_kv_heads"])
+        output = output_of(place, sizes["num_heads"] * value_dim)
+        return with_stated_facts(place, build(place, (q, k, v), output=output, **sizes), columns)
 
-def describe_separate(place: ModuleContext, columns: dict[str, Any]) -> AttentionSite:
-    """Site of a module with three projections of its own."""
-    check_refusal(place, columns)
-    q, k, v = projections_of(place)
-    rows, kv_rows = layout.out_features(q), layout.out_features(k)
-    head_dim = storage_of(place, columns).get("head_dim") or first_attribute(place.module, names.HEAD_DIM)
-    head_dim = int(head_dim or layout.divide_heads(place, "query", rows, head_count(place)))
-    sizes = {"num_heads": rows // head_dim, "num_kv_heads": kv_rows // head_dim, "head_dim": head_dim}
-    value_dim = layout.divide_heads(place, "value", layout.out_features(v), sizes["num_kv_heads"])
-    output = output_of(place, sizes["num_heads"] * value_dim)
-    return with_stated_facts(place, build(place, (q, k, v), output=output, **sizes), columns)
+    return describe
 
 
 def fused(**columns: Any) -> Adapter:
     """How a class is described with one projection for queries, keys and values."""
-    return partial(describe_fused, columns=checked(columns))
+    checked(columns)
 
+    def describe(place: ModuleContext) -> AttentionSite:
+        check_refusal(place, columns)
+        projection = first_attribute(place.module, names.FUSED)
+        if not isinstance(projection, nn.Module):
+            place.refuse(f"it has no fused projection under any of {', '.join(names.FUSED)}.")
+        site = build(place, [projection], **storage_of(place, {"num_heads": head_count} | columns))
+        output = output_of(place, site.num_heads * site.head_dim)
+        site = replace(site, o=layout.output_slot(place, output, site.num_heads, site.head_dim))
+        return with_stated_facts(place, site, columns)
 
-def describe_fused(place: ModuleContext, columns: dict[str, Any]) -> AttentionSite:
-    """Site of a module with one fused projection."""
-    check_refusal(place, columns)
-    projection = first_attribute(place.module, names.FUSED)
-    if not isinstance(projection, nn.Module):
-        refuse(place, f"it has no fused projection under any of {', '.join(names.FUSED)}.")
-    storage = storage_of(place, {"num_heads": head_count} | columns)
-    site = build(place, [projection], **storage)
-    output = output_of(place, site.num_heads * site.head_dim)
-    return with_stated_facts(place, build(place, [projection], output=output, **storage), columns)
+    return describe
 
 
 def head_count(place: ModuleContext) -> int:
     """Number of query heads that the module declares."""
     count = first_attribute(place.module, names.HEADS)
     if count is None:
-        refuse(place, "it declares neither a number of heads nor a head width.")
+        place.refuse("it declares neither a number of heads nor a head width.")
     return int(count)
 
 
@@ -203,7 +196,7 @@ def projections_of(place: ModuleContext) -> list[nn.Module]:
         parts = [_unwrapped(getattr(place.module, name, None)) for name in trio]
         if all(layout.is_projection(part) for part in parts):
             return parts
-    refuse(place, "its query, key and value projections are not three plain linear maps.")
+    place.refuse("its query, key and value projections are not three plain linear maps.")
 
 
 def _unwrapped(part: Any) -> Any:
@@ -212,15 +205,14 @@ def _unwrapped(part: Any) -> Any:
 
 def output_of(place: ModuleContext, width: int) -> nn.Module | None:
     """W_O: a child of the module, or the `dense` of the `output` beside it (BERT), if its columns are the heads."""
-    candidates = [getattr(place.module, name, None) for name in names.OUTPUT]
+    candidates: list[Any] = [getattr(place.module, name, None) for name in names.OUTPUT]
     candidates += [getattr(getattr(place.parent, "output", None), "dense", None), getattr(place.parent, "o_proj", None)]
     for candidate in candidates:
         if isinstance(candidate, (nn.Sequential, nn.ModuleList)) and len(candidate):
             candidate = candidate[0]
         candidate = _unwrapped(candidate)
-        if isinstance(candidate, nn.Module) and layout.is_projection(candidate):
-            weight: Tensor = candidate.weight  # type: ignore[assignment]
-            columns = weight.shape[0 if layout.is_conv1d(candidate) else 1]
+        if layout.is_projection(candidate):
+            columns = candidate.weight.shape[0 if layout.is_conv1d(candidate) else 1]
             return candidate if columns == width else None
     return None
 
@@ -254,14 +246,9 @@ def named(part: str) -> Rule:
     return lambda place: part in place.name
 
 
-def leaf(place: ModuleContext) -> str:
-    """What the module is called in the module around it."""
-    return place.name.rpartition(".")[2]
-
-
 def is_not_self(place: ModuleContext) -> bool:
     """Whether the module is called otherwise than self-attention."""
-    return "self_attn" not in leaf(place)
+    return "self_attn" not in place.name.rpartition(".")[2]
 
 
 def slides(place: ModuleContext) -> bool:
@@ -278,11 +265,6 @@ def layer_type_rotates(place: ModuleContext) -> bool:
     """Layer types without rope parameters are not rotated."""
     layer_type = place.config("layer_types")[place.module.layer_idx]
     return place.config("rope_parameters")[layer_type] is not None
-
-
-def relative_kind(place: ModuleContext) -> bool:
-    """Conformers may multiply relative positions with the queries; rotary ones rotate tokens, not queries and keys."""
-    return getattr(place.module, "position_embeddings_type", "relative") in ("relative", "relative_key")
 
 
 def beit_bias(place: ModuleContext) -> bool:
@@ -304,13 +286,6 @@ def in_rotating_encoder(place: ModuleContext) -> bool:
     return in_encoder and bool(place.config("use_rotary_embedding", False))
 
 
-def imagegpt_scale(place: ModuleContext) -> float:
-    """ImageGPT computes its scale inside forward, from two options."""
-    module: Any = place.module
-    scale = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
-    return scale / float(module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
-
-
 def falcon_kv_heads(place: ModuleContext) -> int:
     """Falcon: groups of queries with their key and value, one key and value for all, or as many as queries."""
     module: Any = place.module
@@ -325,11 +300,17 @@ def falcon_arrangement(place: ModuleContext) -> str:
     return "blocks" if module.multi_query and not module.new_decoder_architecture else "groups"
 
 
-def is_exact_nystrom(place: ModuleContext) -> bool:
+def nystrom_kind(place: ModuleContext) -> str:
     """With as many landmarks as tokens and no convolution a Nystromformer is plain softmax attention."""
     module: Any = place.module
-    return module.num_landmarks == module.seq_len and module.conv_kernel_size is None
+    is_exact = module.num_landmarks == module.seq_len and module.conv_kernel_size is None
+    return "softmax" if is_exact else "nystrom"
 
+
+# Landmarks are means of scaled queries and keys, and a convolution of the values is added.
+nystromformer = separate(
+    scale=ROOT, causal=False, kind=nystrom_kind, modifiers={table.VALUE_CONVOLUTION: holds("conv_kernel_size")}
+)
 
 # Storage that is neither three projections nor one
 
@@ -338,10 +319,17 @@ def gpt2(place: ModuleContext, **columns: Any) -> AttentionSite:
     """GPT-2 and its relatives: one fused weight; cross attention has a query of its own."""
     module: Any = place.module
     if not module.is_cross_attention:
-        return describe_fused(place, {"causal": True} | columns)
+        return fused(**{"causal": True, **columns})(place)
     parts = (module.q_attn, module.c_attn)
     site = build(place, parts, num_heads=module.num_heads, output=module.c_proj)
     return with_stated_facts(place, site, {"causal": False} | columns)
+
+
+def imagegpt(place: ModuleContext) -> AttentionSite:
+    """As GPT-2; its scale is computed inside forward, from two options."""
+    module: Any = place.module
+    scale = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
+    return gpt2(place, scale=scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale)
 
 
 def granite_speech(place: ModuleContext) -> AttentionSite:
@@ -355,10 +343,8 @@ def gated_query(place: ModuleContext) -> AttentionSite:
     """``q_proj`` has, for each head, the query's rows and then the rows of a sigmoid gate on the output."""
     module: Any = place.module
     width = module.head_dim
-    heads, kv_heads = (
-        layout.out_features(module.q_proj) // (2 * width),
-        layout.out_features(module.k_proj) // width,
-    )
+    heads = layout.out_features(module.q_proj) // (2 * width)
+    kv_heads = layout.out_features(module.k_proj) // width
     layout.check_rows(place, "query and gate", layout.out_features(module.q_proj), [heads], [2 * width])
     site = AttentionSite(
         name=place.name,
@@ -368,23 +354,10 @@ def gated_query(place: ModuleContext) -> AttentionSite:
         v=layout.projection_slot(module.v_proj, layout.head_rows(kv_heads, width)),
         o=layout.output_slot(place, module.o_proj, heads, width),
     )
-    return with_stated_facts(place, site, {"rotary": True, "modifiers": {words.GATED_OUTPUT: True}})
+    return with_stated_facts(place, site, {"rotary": True, "modifiers": {table.GATED_OUTPUT: True}})
 
 
-def no_attention(place: ModuleContext) -> None:
-    """Not an attention, whatever its children are called."""
-    return None
-
-
-nystromformer = separate(
-    scale=ROOT,
-    causal=False,
-    kind=lambda place: "softmax" if is_exact_nystrom(place) else "nystrom",
-    modifiers={words.VALUE_CONVOLUTION: holds("conv_kernel_size")},
-)
-"""Landmarks are means of scaled queries and keys, and a convolution of the values is added."""
-
-POSITION_TERM = {words.QUERY_POSITION_TERM: True}
+POSITION_TERM = {table.QUERY_POSITION_TERM: True}
 
 # Which rotate their queries and keys, and state the rest.
 ROTARY = """
@@ -492,7 +465,7 @@ SEPARATE: dict[str, Adapter] = {
     PLAIN: separate(),
     # They keep a value of attn_logit_softcapping that their forward does not use.
     "gemma3.Gemma3Attention t5gemma2.T5Gemma2SelfAttention": separate(
-        rotary=True, modifiers={words.LOGIT_SOFTCAP: False}
+        rotary=True, modifiers={table.LOGIT_SOFTCAP: False}
     ),
     # Rotation by layer.
     "cohere2.Cohere2Attention flint.FlintAttention": separate(rotary=slides),
@@ -508,19 +481,17 @@ SEPARATE: dict[str, Adapter] = {
     "granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention": separate(
         rotary=layer_value("layer_rope_theta")
     ),
-    "olmo_hybrid.OlmoHybridAttention": separate(
-        rotary=lambda place: any(getattr(module, "rotary_emb", None) is not None for module in place.ancestors())
-    ),
+    "olmo_hybrid.OlmoHybridAttention": separate(rotary=around("rotary_emb")),
     "cohere_compass.CohereCompassAttention": separate(rotary=layer_type_rotates),
     # Layers that are not rotated scale their queries by position.
     "beam.BeamAttention": separate(
         rotary=layer_type_rotates,
-        modifiers={words.POSITION_DEPENDENT_SCALE: negated(layer_type_rotates)},
+        modifiers={table.POSITION_DEPENDENT_SCALE: negated(layer_type_rotates)},
     ),
     "llama4.Llama4TextAttention": separate(
         rotary=has("use_rope"),
         modifiers={
-            words.POSITION_DEPENDENT_SCALE: lambda place: (
+            table.POSITION_DEPENDENT_SCALE: lambda place: (
                 place.module.attn_temperature_tuning and not place.module.use_rope
             )
         },
@@ -528,7 +499,7 @@ SEPARATE: dict[str, Adapter] = {
     "ministral3.Ministral3Attention": separate(
         rotary=True,
         modifiers={
-            words.POSITION_DEPENDENT_SCALE: lambda place: (place.config("rope_parameters") or {}).get(
+            table.POSITION_DEPENDENT_SCALE: lambda place: (place.config("rope_parameters") or {}).get(
                 "llama_4_scaling_beta"
             )
         },
@@ -614,7 +585,7 @@ SEPARATE: dict[str, Adapter] = {
     bigbird_pegasus.BigBirdPegasusDecoderAttention informer.InformerAttention nllb_moe.NllbMoeAttention
     pegasus_x.PegasusXAttention led.LEDDecoderAttention trocr.TrOCRAttention xglm.XGLMAttention
     """: separate(causal=in_decoder),
-    "mvp.MvpAttention": separate(causal=in_decoder, modifiers={words.EXTRA_KEYS: setting("use_prompt")}),
+    "mvp.MvpAttention": separate(causal=in_decoder, modifiers={table.EXTRA_KEYS: setting("use_prompt")}),
     """
     big_bird.BigBirdSelfAttention bigbird_pegasus.BigBirdPegasusSelfAttention
     megatron_bert.MegatronBertSelfAttention rembert.RemBertSelfAttention tapas.TapasSelfAttention
@@ -653,7 +624,7 @@ SEPARATE: dict[str, Adapter] = {
     """: separate(causal=False, cross=is_not_self, rotary=True),
     # The decoder's attention to the image adds biases from the boxes of its queries.
     "sam3.Sam3Attention sam3_lite_text.Sam3LiteTextAttention": separate(
-        causal=False, cross=is_not_self, relative_position_bias=lambda place: leaf(place) == "vision_cross_attn"
+        causal=False, cross=is_not_self, relative_position_bias=lambda place: place.name.endswith("vision_cross_attn")
     ),
     "efficientloftr.EfficientLoFTRAttention": separate(
         cross=named("cross_attention"), rotary=negated(named("cross_attention")), causal=False
@@ -709,10 +680,18 @@ SEPARATE: dict[str, Adapter] = {
     fastspeech2_conformer.FastSpeech2ConformerAttention seamless_m4t.SeamlessM4TConformerSelfAttention
     seamless_m4t_v2.SeamlessM4Tv2ConformerSelfAttention wav2vec2_bert.Wav2Vec2BertSelfAttention
     wav2vec2_conformer.Wav2Vec2ConformerSelfAttention
-    """: separate(**ENCODER, modifiers={words.QUERY_POSITION_TERM: relative_kind}),
+    """: separate(
+        **ENCODER,
+        # Rotary ones rotate tokens, not queries and keys.
+        modifiers={
+            table.QUERY_POSITION_TERM: lambda place: (
+                getattr(place.module, "position_embeddings_type", "relative") in ("relative", "relative_key")
+            )
+        },
+    ),
     # The encoder does so, the decoder does not.
     "speecht5.SpeechT5Attention": separate(
-        causal=in_decoder, modifiers={words.QUERY_POSITION_TERM: negated(has("is_decoder"))}
+        causal=in_decoder, modifiers={table.QUERY_POSITION_TERM: negated(has("is_decoder"))}
     ),
 }
 
@@ -741,7 +720,7 @@ FUSED: dict[str, Adapter] = {
     "bark.BarkSelfAttention": fused(scale=ROOT),
     "openai.Attention": fused(causal=True, scale=lambda place: ROOT if place.module.scale else 1.0),
     "gpt2.GPT2Attention decision_transformer.DecisionTransformerGPT2Attention": gpt2,
-    "imagegpt.ImageGPTAttention": partial(gpt2, scale=imagegpt_scale),
+    "imagegpt.ImageGPTAttention": imagegpt,
     # Image encoders of SAM and its relatives may multiply decomposed relative positions with the queries.
     """
     deepseek_ocr2.DeepseekOcr2SamVisionAttention deepseek_ocr2.DeepseekOcr2SamVisionSdpaAttention
@@ -749,10 +728,10 @@ FUSED: dict[str, Adapter] = {
     sam.SamVisionSdpaAttention sam_hq.SamHQVisionAttention sam_hq.SamHQVisionSdpaAttention seggpt.SegGptAttention
     slanext.SLANeXtVisionAttention unlimited_ocr.UnlimitedOcrSamVisionAttention
     unlimited_ocr.UnlimitedOcrSamVisionSdpaAttention vitdet.VitDetAttention
-    """: fused(modifiers={words.QUERY_POSITION_TERM: has("use_rel_pos", "use_relative_position_embeddings")}),
+    """: fused(modifiers={table.QUERY_POSITION_TERM: has("use_rel_pos", "use_relative_position_embeddings")}),
     # Queries may be max-pooled over tokens.
     "sam2.Sam2MultiScaleAttention hiera.HieraMaskUnitAttention": fused(
-        causal=False, modifiers={words.POOLED_QUERIES: lambda place: place.module.query_stride not in (None, 1)}
+        causal=False, modifiers={table.POOLED_QUERIES: lambda place: place.module.query_stride not in (None, 1)}
     ),
     # Per head: query, key, value. BLOOM's ALiBi is a bias that depends on the distance.
     "gpt_neox.GPTNeoXAttention": fused(num_heads="num_attention_heads", arrangement="groups", rotary=True),
@@ -791,7 +770,7 @@ OTHER: dict[str, Adapter] = {
     qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention
     qwen4_exp.Qwen4ExpTextAttention
     """: gated_query,
-    refused.NO_ATTENTION_IN_TRANSFORMERS: no_attention,
+    refused.NO_ATTENTION_IN_TRANSFORMERS: lambda place: None,
 }
 OTHER |= {classes: table.refused(reason) for reason, classes in refused.TRANSFORMERS.items()}
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
-from wellcond.attention.evaluation import Arguments
-from wellcond.attention.plain_copy import plain_copy
+from wellcond.attention.evaluation import Arguments, plain_copy
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.jacobian.capture import capture_sites
