@@ -197,7 +197,7 @@ def test_an_operator_as_that_of_flash_attn(attend, scale):
 def test_an_operator_that_computes_something_else_shows_its_operands_only():
     one, heads, _ = seen_of(lambda q, k, v: alibi(q, k, v, 0.5))
     assert torch.equal(one.kernel.q, heads[0]) and torch.equal(one.kernel.v, heads[2])
-    assert one.logits is None and one.mask is None and one.kernel.lse is None
+    assert one.logits is None and one.mask is None and one.largest_logits() is None
     assert "softmax(s q k^T) v of its arguments is not what it puts out" in one.not_seen["logits"]
     assert "record_tests.alibi" in one.why_logits_hidden
 
@@ -210,7 +210,7 @@ def test_an_operator_that_shows_nothing_is_said_to():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_fused_backends_give_the_log_sum_exp(causal):
+def test_fused_backends_give_the_log_sum_exp_and_bounds_of_the_largest_logit(causal):
     def attend(q, k, v):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -223,8 +223,15 @@ def test_fused_backends_give_the_log_sum_exp(causal):
     logits = q @ k.mT * D**-0.5
     logits = logits.masked_fill(torch.ones(N, N).triu(1).bool(), -math.inf) if causal else logits
     torch.testing.assert_close(one.kernel.lse, logits.logsumexp(-1))
-    assert torch.equal(one.kernel.q, q) and torch.equal(one.kernel.k, k)
-    assert len(one.trace.calls) == 1 and one.logits is None
+    assert (
+        torch.equal(one.kernel.q, q)
+        and torch.equal(one.kernel.k, k)
+        and len(one.trace.calls) == 1
+        and one.logits is None
+    )
+    low, high = one.largest_logits()
+    largest = logits.amax(-1)
+    assert bool((low <= largest + 1e-6).all()) and bool((largest <= high + 1e-6).all())
 
 
 def test_the_efficient_backend_by_its_schema():

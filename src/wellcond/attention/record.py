@@ -8,6 +8,7 @@ its value is None, which nobody may take for zero. The model is left as it was, 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,6 +124,18 @@ class SiteRecord:
             return JOINED if self.called and self.site.stream else ""
         why = self.not_seen.get("logits", self.not_seen.get("spread", ""))
         return why if self.site.kind in COMPARED_KINDS else ""
+
+    def largest_logits(self) -> tuple[Tensor, Tensor] | None:
+        """Bounds of the largest logit of every row, equal where the logits are known; None if nothing is known.
+
+        Of n numbers, lse - ln n <= max <= lse.
+        """
+        if self.logits is not None:
+            largest = self.logits.amax(-1)
+            return largest, largest
+        if self.kernel is None or self.kernel.lse is None:
+            return None
+        return self.kernel.lse - math.log(self.kernel.k.shape[-2]), self.kernel.lse
 
     def conclude(self) -> None:
         """Reduce the logits to their spread, and write down what was asked for and not seen.
