@@ -86,9 +86,13 @@ def settings_of(model: nn.Module) -> dict[str, Any] | None:
     return model.__dict__.get(SETTINGS_ATTRIBUTE)
 
 
-def roots_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module of a model that was conditioned as a whole, with its path."""
-    return [(path, module) for path, module in model.named_modules() if settings_of(module) is not None]
+def roots_in(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any]]]:
+    """Every module of a model that was conditioned as a whole, with its path and its settings."""
+    return [
+        (path, module, settings)
+        for path, module in model.named_modules()
+        if (settings := settings_of(module)) is not None
+    ]
 
 
 def check_incoming(
@@ -219,7 +223,7 @@ def split_state(
     """
     plain = dict(model.state_dict() if state is None else state)
     own: dict[str, Tensor] = {}
-    for root_name, root in roots_in(model):
+    for root_name, root, _ in roots_in(model):
         prefix = f"{root_name}." if root_name else ""
         # Whoever saves may have left out what is no parameter.
         own[prefix + MARKER] = plain.pop(prefix + MARKER, root.get_buffer(MARKER))
