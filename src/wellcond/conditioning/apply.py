@@ -184,7 +184,6 @@ def recondition_(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
 
 
 def _by_weight(sites: list[AttentionSite], projections: str) -> dict[tuple[nn.Module, str], list[tuple[str, Slot]]]:
-    """For every stored weight, which projections it holds."""
     parts: dict[tuple[nn.Module, str], list[tuple[str, Slot]]] = {}
     for site in sites:
         for role in projections:

@@ -128,7 +128,6 @@ def check_incoming(
 
 
 def _corrected(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Path, module, name and correction of every conditioned weight."""
     for module_name, module in model.named_modules(remove_duplicate=False):
         for weight_name, correction in corrections_of(module).items():
             yield (f"{prefix}{module_name}." if module_name else prefix), module, weight_name, correction

@@ -23,7 +23,7 @@ from wellcond.attention.checks import choose_projections
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import OptionError, WeightError
-from wellcond.init.plan import InitContext, Write, head_write, register_init
+from wellcond.init.apply import InitContext, Write, head_write, register_init
 from wellcond.linalg.orthogonal import Source, draw_normal, identity_heads, random_semi_orthogonal
 from wellcond.registry import PositiveFloat
 
@@ -65,8 +65,7 @@ def warn_of_values(sites: Sequence[AttentionSite], options: Mapping[str, Any]) -
     )
 
 
-def semi_orthogonal_heads(slot: Slot, context: InitContext, *, source: Source, heads: Heads) -> Tensor:
-    """Semi-orthogonal heads (heads, d, D): one draw per head, or one for the whole hd x D matrix."""
+def _semi_orthogonal_heads(slot: Slot, context: InitContext, source: Source, heads: Heads) -> Tensor:
     num_heads, head_dim = slot.rows.shape
     count, rows = (num_heads, head_dim) if heads == "independent" else (1, num_heads * head_dim)
     drawn = random_semi_orthogonal(
@@ -123,12 +122,12 @@ def conditioned(
             if role == linear_path and value != "orthogonal":
                 weights = value_factor * identity_heads(*slot.rows.shape, slot.in_features, value)
             elif not (keys == "tied" and role == "k"):  # else the weights of q, which comes before
-                weights = semi_orthogonal_heads(slot, context, source=orthogonal, heads=heads)
+                weights = _semi_orthogonal_heads(slot, context, orthogonal, heads)
                 weights = weights * (value_factor if role == linear_path else scale)
             keep_norm = match_norm or (keep_value_norm and role == linear_path)
             yield head_write(site, role, _with_norm_of(slot, weights) if keep_norm else weights)
         if output and site.o is not None:
-            yield head_write(site, "o", output_heads(site, context, kind=output, source=orthogonal))
+            yield head_write(site, "o", _output_heads(site, context, output, orthogonal))
 
 
 def _with_norm_of(slot: Slot, weights: Tensor) -> Tensor:
@@ -137,7 +136,7 @@ def _with_norm_of(slot: Slot, weights: Tensor) -> Tensor:
     return weights.to(now.device) * (now / planned)[:, None, None]
 
 
-def output_heads(site: AttentionSite, context: InitContext, *, kind: Output, source: Source) -> Tensor:
+def _output_heads(site: AttentionSite, context: InitContext, kind: Output, source: Source) -> Tensor:
     """W_O as one identity or one semi-orthogonal matrix, cut into heads (heads, out, d)."""
     assert site.o is not None
     num_heads, head_dim = site.o.rows.shape

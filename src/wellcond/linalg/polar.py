@@ -83,18 +83,13 @@ def mix_with_polar(weights: Tensor, *, keep: float, share: float) -> Tensor:
     """
     if weights.shape[-2] > weights.shape[-1]:
         return mix_with_polar(weights.mT, keep=keep, share=share).mT
-    wide = wide_dtype(weights.device)
+    wide = torch.float64 if has_float64(weights.device) else torch.float32
     bytes_of_one = weights.shape[-2] * weights.shape[-1] * wide.itemsize
     at_a_time = CHUNK_BYTES.get(weights.device.type, GPU_CHUNK_BYTES) // bytes_of_one
     with torch.no_grad(), torch.autocast(weights.device.type, enabled=False):
         if at_a_time >= len(weights):
             return _mix(weights, keep, share, wide)
         return torch.cat([_mix(part, keep, share, wide) for part in weights.split(max(at_a_time, 1))])
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest floating point type of a device."""
-    return torch.float64 if has_float64(device) else torch.float32
 
 
 def _mix(weights: Tensor, keep: float, share: float, wide: torch.dtype) -> Tensor:
