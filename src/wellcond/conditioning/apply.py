@@ -135,18 +135,15 @@ def _check_before_wrapping(model: nn.Module, correction: Correction) -> None:
 def _condition_(
     model: nn.Module, correction: Correction, sites: list[AttentionSite], projections: str
 ) -> list[nn.Parameter]:
-    # Everything that can fail is computed before the model is touched.
-    attachments: list[Attachment] = [
-        (owner, name, correction.stored(name, parts)) for (owner, name), parts in _by_weight(sites, projections).items()
-    ]
-    states = [(owner, stored.first_state(owner.get_parameter(name))) for owner, name, stored in attachments]
+    attachments: list[Attachment] = []
+    for (owner, name), parts in _by_weight(sites, projections).items():
+        stored = correction.stored(name, parts)
+        _keep_beside(owner, stored.first_state(owner.get_parameter(name)))
+        attachments.append((owner, name, stored))
     names = [site.name for site in sites]
     settings = {"method": correction.name, **(correction.settings or {}), "projections": projections, "sites": names}
-    marker, readers = make_marker(settings), _readers(model, sites)
-    for owner, state in states:
-        _keep_beside(owner, state)
-    attach(model, attachments, readers)
-    mark(model, settings, marker)
+    attach(model, attachments, _readers(model, sites))
+    mark(model, settings, make_marker(settings))
     return [owner.get_parameter(name) for owner, name, _ in attachments]
 
 

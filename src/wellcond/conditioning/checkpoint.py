@@ -57,13 +57,14 @@ def read_settings(marker: Tensor) -> dict[str, Any]:
     """
     try:
         settings = json.loads(bytes(marker.detach().cpu().double().round().long().tolist()))
-        if not isinstance(settings, dict) or not {"method", "projections", "sites"} <= settings.keys():
-            raise ValueError("expected method, projections and sites")
+        kinds = {"method": str, "projections": str, "sites": list}
+        if not all(isinstance(settings[key], kind) for key, kind in kinds.items()):
+            raise ValueError("expected the name of a method, letters of projections and a list of attention layers")
         return settings
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise WeightError(
-            "the checkpoint's wellcond marker is not readable (averaged with other weights?); condition a model as the "
-            "first one was, and load the checkpoint without its key that ends in 'wellcond_conditioning'"
+            "the checkpoint's wellcond marker is not readable (damaged, or averaged with other weights?); condition a "
+            "model as the first one was, and load the checkpoint without its key that ends in 'wellcond_conditioning'"
         ) from error
 
 

@@ -165,13 +165,15 @@ class FixedCorrection(StoredCorrection):
         """``joint`` puts one identity on all heads stacked, ``per_head`` the same one in each head."""
         slot = parts[0][0]
         self.shape = tuple(slot.parameter.shape)
-        dense = torch.zeros(self.shape, dtype=torch.float64)
+        positions, lams = [], []
         for part, lam in parts:
-            heads = identity_heads(part.num_heads, part.head_dim, part.in_features, layout)
-            part.put_heads_(dense, lam * heads.double())
+            mask = torch.zeros(self.shape, dtype=torch.bool)
+            part.put_heads_(mask, identity_heads(part.num_heads, part.head_dim, part.in_features, layout))
+            positions.append(mask.nonzero())
+            lams.append(torch.full((len(positions[-1]),), lam, dtype=torch.float64))
         # Not views of one tensor, which torch.export.save refuses.
-        self.position = tuple(axis.clone() for axis in dense.nonzero(as_tuple=True))
-        self.lams = dense[self.position]
+        self.position = tuple(axis.clone() for axis in torch.cat(positions).unbind(1))
+        self.lams = torch.cat(lams)
         self.placed: dict[object, tuple[tuple[Tensor, ...], Tensor]] = {}
         self._entries(slot.parameter, None)  # filled before torch.compile traces, else it recompiles
 
