@@ -46,7 +46,7 @@ from wellcond.attention.effective import (
 )
 from wellcond.attention.sharding import is_distributed
 from wellcond.conditioning.checkpoint import resume_in_trainer, save_pretrained
-from wellcond.conditioning.corrections import FOLD_FIRST, FollowingCorrection, StoredCorrection, straight_through
+from wellcond.conditioning.corrections import FOLD_FIRST, StoredCorrection, straight_through
 from wellcond.errors import ConditioningError
 from wellcond.private import in_backward, is_sharded_by_fsdp, is_symbolic_tracing
 
@@ -115,18 +115,14 @@ class ForwardPass:
         """W + C of the weight `name` of `module`."""
         raw = module._parameters[name]
         assert raw is not None
-        correction = corrections_of(module)[name]
-        if is_distributed(raw) or not _is_batched(correction):
+        correction: Any = corrections_of(module)[name]
+        if is_distributed(raw) or not correction.is_batched:
             return correction.effective(module, raw)
         frames = self.frames()
         value = _find(frames, module, name, raw)
         if value is None:
             value = _compute(frames, module, name, raw)
         return straight_through(raw, value)
-
-
-def _is_batched(correction: Any) -> bool:
-    return isinstance(correction, FollowingCorrection) and correction.is_batched
 
 
 def _find(frames: list[Frame], module: nn.Module, name: str, raw: Tensor) -> Tensor | None:
@@ -154,11 +150,12 @@ def _compute(frames: list[Frame], module: nn.Module, name: str, raw: Tensor) -> 
 
 def _compute_all(frame: Frame) -> None:
     kinds: dict[tuple[object, ...], list[tuple[nn.Module, str, Tensor, Any]]] = {}
+    correction: Any
     for module in frame.forward.module.modules():
         for name, correction in corrections_of(module).items():
             raw = module._parameters[name]
-            if _is_batched(correction) and raw is not None and not is_distributed(raw):
-                kinds.setdefault(correction.kind(raw), []).append((module, name, raw, correction))  # type: ignore[attr-defined]
+            if correction.is_batched and raw is not None and not is_distributed(raw):
+                kinds.setdefault(correction.kind(raw), []).append((module, name, raw, correction))
     for members in kinds.values():
         values = members[0][3].values([weight for _, _, weight, _ in members])
         for (module, name, weight, _), value in zip(members, values, strict=True):

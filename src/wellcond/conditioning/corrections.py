@@ -127,6 +127,8 @@ class StoredCorrection(ABC):
     """Whether `value` is differentiated as it is computed; otherwise the gradient of W is that of W + C."""
     state_names: tuple[str, ...] = ()
     """Buffers and parameters that it keeps beside the weight."""
+    is_batched = False
+    """Whether several weights of one kind may be corrected together."""
 
     @abstractmethod
     def value(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
@@ -257,8 +259,8 @@ class FollowingCorrection(StoredCorrection):
         return raw.shape, raw.dtype, raw.device, self.method.key, self.view, self.groups
 
     @property
-    def is_batched(self) -> bool:
-        """Whether several weights of one `kind` may be corrected together."""
+    def is_batched(self) -> bool:  # type: ignore[override]
+        """Not with a gradient or parameters of its own."""
         return not self.differentiable and not self.method.learned
 
     def values(self, raws: Sequence[Tensor]) -> tuple[Tensor, ...]:

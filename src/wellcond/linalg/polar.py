@@ -7,8 +7,7 @@ W = U S V^T of shape (d, D), d <= D, and G = W W^T,
 
 where sigma q_k(sigma^2) is the odd polynomial of degree 5 that is closest to 1 on the interval in which the singular
 values lie after k steps (Amsel, Persson, Musco and Gower, The Polar Express, arXiv 2505.16932). All of it happens on
-d x d matrices; the weight itself is touched twice, by its Gram matrix and by the result. `torch.linalg.polar` (new in
-torch 2.15, experimental) is a singular value decomposition on CPUs and, without nvmath, on GPUs, where it waits.
+d x d matrices; the weight itself is touched twice. `torch.linalg.polar` (torch 2.15) is a decomposition, which waits.
 
 **Precision.** Squaring doubles the digits that a small singular value needs, so Gram matrix and first steps are in
 float64, as long as small eigenvalues are small; the rest is in float32.
