@@ -16,7 +16,7 @@ import wellcond.theory
 from lab.helpers import parse_recipe
 from wellcond.cli.main import load_app
 from wellcond.conditioning.methods import METHODS as CONDITIONS
-from wellcond.init.plan import METHODS as INITIALISATIONS
+from wellcond.init.apply import METHODS as INITIALISATIONS
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe

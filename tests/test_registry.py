@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.init.apply import check_options
-from wellcond.init.plan import METHODS
+from wellcond.init.apply import METHODS, check_options
 from wellcond.registry import check_values
 
 

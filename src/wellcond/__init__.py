@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from wellcond.conditioning.methods import Correction, register_condition
     from wellcond.doctor.diagnose import diagnose
     from wellcond.doctor.records import Diagnosis, Finding, LayerFacts, TokenFacts
-    from wellcond.init.apply import init_
-    from wellcond.init.plan import register_init
+    from wellcond.init.apply import init_, register_init
     from wellcond.jacobian.records import JacobianSpectrum
     from wellcond.jacobian.spectrum import jacobian_spectrum
     from wellcond.linalg.records import Spectrum
@@ -110,8 +109,7 @@ _LAZY = {
     "conditioning.methods": ("Correction", "register_condition"),
     "doctor.diagnose": ("diagnose",),
     "doctor.records": ("Diagnosis", "Finding", "LayerFacts", "TokenFacts"),
-    "init.apply": ("init_",),
-    "init.plan": ("register_init",),
+    "init.apply": ("init_", "register_init"),
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),
     "measurement.measure": ("measure",),

@@ -11,8 +11,8 @@ import inspect
 import math
 import pkgutil
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from numbers import Integral, Number, Real
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -21,7 +21,7 @@ from wellcond.errors import OptionError, UnknownChoiceError, check_choice
 Method = Callable[..., Any]
 
 
-class Registry(MutableMapping[str, Method]):
+class Registry(UserDict[str, Method]):
     """Methods of a verb by name; the first look imports the files of the verb's package, which register theirs."""
 
     def __init__(self, verb: str, kind: str, meaning: str, package: str) -> None:
@@ -33,33 +33,15 @@ class Registry(MutableMapping[str, Method]):
         self._methods: dict[str, Method] = {}
         self._complete = False
 
-    def _found(self) -> dict[str, Method]:
+    @property
+    def data(self) -> dict[str, Method]:  # type: ignore[override]
+        """All methods: those of the package and those that users have added."""
         if not self._complete:
             package = importlib.import_module(self.package)
             for file in pkgutil.iter_modules(package.__path__):
                 importlib.import_module(f"{self.package}.{file.name}")
             self._complete = True
         return self._methods
-
-    def __getitem__(self, name: str) -> Method:
-        """The function of a method."""
-        return self._found()[name]
-
-    def __setitem__(self, name: str, method: Method) -> None:
-        """Set the function of a method; `register` also checks the name."""
-        self._methods[name] = method
-
-    def __delitem__(self, name: str) -> None:
-        """Forget a method."""
-        del self._methods[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Names of all methods."""
-        return iter(dict(self._found()))
-
-    def __len__(self) -> int:
-        """Number of methods."""
-        return len(self._found())
 
     def register(self, name: str, method: Method) -> None:
         """Add a method; a user's may replace a user's, as when a cell of a notebook runs again.
@@ -103,18 +85,10 @@ CORRECTIONS = Registry(
 
 
 # Options: the keyword arguments of a method. An annotation says what a value may be: numbers are finite, Literal lists
-# choices, PositiveFloat is a range.
+# choices.
 
 
-@dataclass(frozen=True)
-class Range:
-    """Numbers that satisfy a condition, in words."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-PositiveFloat = Annotated[float, Range("above 0", lambda number: number > 0)]
+PositiveFloat = Annotated[float, "above 0"]
 PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     Any: ("anything", lambda value: True),
     float: (
@@ -180,16 +154,15 @@ def check_values(method: Method, name: str, options: Mapping[str, Any]) -> None:
 
 
 def _rule(hint: Any) -> tuple[str, Callable[[Any], bool]]:
-    """An annotation in words, and whether a value fits it."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         rules = [_rule(part) for part in parts]
         return " or ".join(words for words, _ in rules), lambda value: any(fits(value) for _, fits in rules)
     if origin is Annotated:
         words, fits = _rule(parts[0])
-        ranges = [part for part in parts[1:] if isinstance(part, Range)]
-        words = " ".join([words, *(one.words for one in ranges)])
-        return words, lambda value: fits(value) and all(one.holds(value) for one in ranges)
+        if hint != PositiveFloat:
+            return words, fits
+        return f"{words} above 0", lambda value: fits(value) and value > 0
     if origin is Literal:
         return "one of " + ", ".join(map(repr, parts)), lambda value: any(_equal(value, part) for part in parts)
     if origin in (tuple, list):

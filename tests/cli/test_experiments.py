@@ -17,7 +17,7 @@ from wellcond.cli.app import data_overrides, read_seeds
 from wellcond.cli.main import main
 from wellcond.cli.runs import Comparison, choose_workers
 from wellcond.errors import OptionError, WellcondError
-from wellcond.init.plan import METHODS
+from wellcond.init.apply import METHODS
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.report.page import build_report
 from wellcond.lab.train.run import Job

@@ -13,7 +13,7 @@ import wellcond as wc
 from init.helpers import first, generator, tiny_vit
 from models import XTransformersAttention
 from wellcond.errors import UnsupportedLayoutError, WellcondError
-from wellcond.init.positions import sincos_2d
+from wellcond.init.tokens import sincos_2d
 
 
 def test_default_reruns_the_family():

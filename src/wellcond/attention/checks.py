@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from wellcond.attention.site import AttentionSite, closest_paths, path_matches
 from wellcond.attention.slot import Slot, stored_parameter
 from wellcond.errors import ConditioningError, SiteNotFoundError, WeightError, check_choice
 from wellcond.private import is_wrapper_subclass
+
+LOGGER = logging.getLogger("wellcond")
 
 Chosen = Sequence[AttentionSite | str] | AttentionSite | str
 """What `sites=` takes: sites, or patterns of their paths such as ``"blocks.*"``."""
@@ -280,3 +283,11 @@ class Rollback:
 
 def _contents(module: nn.Module) -> dict[str, Any]:
     return {name: copy.copy(value) for name, value in vars(module).items() if type(value) in (dict, OrderedDict, set)}
+
+
+def log_change(what: str, num_layers: int, weights: Sequence[Tensor], *, num_heads: int | None = None) -> None:
+    """Log one line (logger ``wellcond``, level INFO) that says what a verb did to a model."""
+    numbers = sum(weight.numel() for weight in weights)
+    heads = "" if num_heads is None else f"{num_heads} heads of "
+    layers = f"{num_layers} attention layer{'' if num_layers == 1 else 's'}"
+    LOGGER.info("%s: %s%s, %d weights with %s numbers", what, heads, layers, len(weights), f"{numbers:,}")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.arguments import check_mapping, check_model
-from wellcond.attention.checks import Chosen, Rollback, check_finite, check_writable, choose_projections, choose_sites
+from wellcond.attention.checks import (
+    Chosen,
+    Rollback,
+    check_finite,
+    check_writable,
+    choose_projections,
+    choose_sites,
+    log_change,
+)
 from wellcond.attention.effective import corrections_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import (
@@ -32,12 +39,10 @@ from wellcond.attention.sharding import (
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.conditioning.attach import Attachment, attach, detach, readers_in
-from wellcond.conditioning.checkpoint import MARKER, make_marker, mark, read_settings, roots_in, settings_of, unmark
-from wellcond.conditioning.corrections import StoredCorrection, rows_of
+from wellcond.conditioning.checkpoint import MARKER, make_marker, mark, read_settings, roots_in, unmark
+from wellcond.conditioning.corrections import rows_of
 from wellcond.conditioning.methods import Correction, make_method
 from wellcond.errors import ConditioningError, NumericalWarning, WeightError
-
-LOGGER = logging.getLogger("wellcond")
 
 
 @torch.inference_mode(False)
@@ -96,26 +101,17 @@ def condition_(
             warnings.warn(text, NumericalWarning, stacklevel=3)  # torch's decorator is in between
         if correction.learned:
             _check_before_wrapping(given, correction)
-        attached = _condition_(model, correction, found, projections)
+        weights = _condition_(model, correction, found, projections)
         update_buffers(given)
         heads = sum(site.slots[role].num_heads for site in found for role in projections)
-        describe_change(f"condition_ {method!r} on {projections}", len(found), heads, attached)
+        log_change(f"condition_ {method!r} on {projections}", len(found), weights, num_heads=heads)
     except BaseException:
         rollback.restore()
         raise
     return given
 
 
-def describe_change(what: str, num_layers: int, num_heads: int | None, weights: list[Attachment]) -> None:
-    """Log one line (logger ``wellcond``, level INFO) that says what a verb did to a model."""
-    numbers = sum(owner.get_parameter(name).numel() for owner, name, _ in weights)
-    heads = "" if num_heads is None else f"{num_heads} heads of "
-    layers = f"{num_layers} attention layer{'' if num_layers == 1 else 's'}"
-    LOGGER.info("%s: %s%s, %d weights with %s numbers", what, heads, layers, len(weights), f"{numbers:,}")
-
-
 def _choose(model: nn.Module, sites: Chosen | None, projections: str) -> list[AttentionSite]:
-    """The attention layers to be conditioned, checked."""
     conditioned = [name for name, module in model.named_modules() if corrections_of(module)]
     if conditioned:
         raise ConditioningError(
@@ -138,20 +134,17 @@ def _check_before_wrapping(model: nn.Module, correction: Correction) -> None:
 
 def _condition_(
     model: nn.Module, correction: Correction, sites: list[AttentionSite], projections: str
-) -> list[Attachment]:
-    # Everything that can fail is computed before the model is touched.
-    attachments: list[Attachment] = [
-        (owner, name, correction.stored(name, parts)) for (owner, name), parts in _by_weight(sites, projections).items()
-    ]
-    states = [(owner, stored.first_state(owner.get_parameter(name))) for owner, name, stored in attachments]
+) -> list[nn.Parameter]:
+    attachments: list[Attachment] = []
+    for (owner, name), parts in _by_weight(sites, projections).items():
+        stored = correction.stored(name, parts)
+        _keep_beside(owner, stored.first_state(owner.get_parameter(name)))
+        attachments.append((owner, name, stored))
     names = [site.name for site in sites]
     settings = {"method": correction.name, **(correction.settings or {}), "projections": projections, "sites": names}
-    marker, readers = make_marker(settings), _readers(model, sites)
-    for owner, state in states:
-        _keep_beside(owner, state)
-    attach(model, attachments, readers)
-    mark(model, settings, marker)
-    return attachments
+    attach(model, attachments, _readers(model, sites))
+    mark(model, settings, make_marker(settings))
+    return [owner.get_parameter(name) for owner, name, _ in attachments]
 
 
 def _keep_beside(owner: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -188,7 +181,6 @@ def recondition_(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
 
 
 def _by_weight(sites: list[AttentionSite], projections: str) -> dict[tuple[nn.Module, str], list[tuple[str, Slot]]]:
-    """For every stored weight, which projections it holds."""
     parts: dict[tuple[nn.Module, str], list[tuple[str, Slot]]] = {}
     for site in sites:
         for role in projections:
@@ -219,15 +211,11 @@ class _Attached:
 
     owner: nn.Module
     name: str
-    correction: StoredCorrection
+    parameter: nn.Parameter
     raw: Tensor
     effective: Tensor
-
-    @property
-    def parameter(self) -> Tensor:
-        stored = self.owner._parameters[self.name]
-        assert stored is not None
-        return stored
+    state: dict[str, Tensor]
+    """What its correction keeps beside it."""
 
 
 def fold_(model: nn.Module) -> nn.Module:
@@ -249,34 +237,8 @@ def fold_(model: nn.Module) -> nn.Module:
         True
     """
     check_model(model)
-    reshard_(model)
-    rollback = Rollback(model)
-    try:
-        attached = _attached(model, rollback)
-        num_layers = sum(len((settings_of(root) or {})["sites"]) for _, root in roots_in(model))
-        _fold_(model, attached)
-        describe_change("fold_", num_layers, None, [(part.owner, part.name, part.correction) for part in attached])
-    except BaseException:
-        rollback.restore()
-        raise
+    _fold_(model)
     return model
-
-
-def _fold_(model: nn.Module, attached: list[_Attached]) -> None:
-    bad = [part.name for part in attached if not _is_finite_everywhere(part)]
-    if bad:
-        raise WeightError(f"{bad[0]}: the effective weight has NaN or infinite entries; nothing was folded")
-    for _, root in roots_in(model):
-        unmark(root)
-    detach(model)
-    _commit_(attached)
-    update_buffers(model)
-
-
-def _is_finite_everywhere(part: _Attached) -> bool:
-    """Also in the shards of other ranks: all of them fold, or none."""
-    finite = bool(torch.isfinite(part.effective).all())
-    return not any_rank(not finite, part.parameter) if is_distributed(part.parameter) else finite
 
 
 @contextlib.contextmanager
@@ -298,7 +260,7 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
     """
     check_model(model)
     with torch.inference_mode(False):  # the parameters must be ordinary tensors, also for those who export inside
-        restore = _fold_for_now(model)
+        restore = _fold_(model, for_now=True)
     try:
         yield model
     finally:
@@ -306,23 +268,25 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
             restore()
 
 
-def _fold_for_now(model: nn.Module) -> Any:
-    """Fold a model; returns the function that undoes it."""
+def _fold_(model: nn.Module, *, for_now: bool = False) -> Callable[[], None]:
+    """Fold a model; returns the function that undoes it, which works if the folding was `for_now`."""
     reshard_(model)
     rollback = Rollback(model)
     try:
-        attached = _attached(model, rollback)
         roots = [
-            (root, settings_of(root), root.get_buffer(MARKER), _attachments(root), readers_in(root))
-            for _, root in roots_in(model)
+            (root, settings, root.get_buffer(MARKER), _attachments(root), readers_in(root))
+            for _, root, settings in roots_in(model)
         ]
-        states = [part.correction.state_of(part.owner) for part in attached]
-        _fold_(model, attached)
-        originals = [part.parameter for part in attached]
-        # In parameters of their own: a state dict or an exported program that outlives the context keeps the weights.
-        for part, original in zip(attached, originals, strict=True):
-            effective = from_local(original, part.effective) if is_distributed(original) else part.effective
-            part.owner._parameters[part.name] = nn.Parameter(effective, original.requires_grad)
+        attached = _attached(model, rollback)
+        for _, root, _ in roots_in(model):
+            unmark(root)
+        detach(model)
+        for part in attached:
+            _write_effective_(part, for_now)
+        update_buffers(model)
+        if not for_now:
+            num_layers = sum(len(settings["sites"]) for _, settings, *_ in roots)
+            log_change("fold_", num_layers, [part.parameter for part in attached])
     except BaseException:
         rollback.restore()
         raise
@@ -330,10 +294,9 @@ def _fold_for_now(model: nn.Module) -> Any:
     def restore() -> None:
         try:
             reshard_(model)  # an evaluation inside may have left FSDP2's full weights in place
-            for part, original, state in zip(attached, originals, states, strict=True):
-                _put_back_(part, original, state)
+            for part in attached:
+                _put_back_(part)
             for root, settings, marker, attachments, readers in roots:
-                assert settings is not None
                 attach(root, attachments, readers)
                 mark(root, settings, marker)
             update_buffers(model)
@@ -345,18 +308,30 @@ def _fold_for_now(model: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _put_back_(part: _Attached, original: Tensor, state: Mapping[str, Tensor]) -> None:
+def _write_effective_(part: _Attached, for_now: bool) -> None:
+    for name in part.state:
+        part.owner._buffers.pop(name, None)
+        part.owner._parameters.pop(name, None)
+    original = part.parameter
+    to_local(original).copy_(part.effective)
+    if for_now:
+        # In a parameter of its own: a state dict or an exported program that outlives the context keeps the weight.
+        effective = from_local(original, part.effective) if is_distributed(original) else part.effective
+        part.owner._parameters[part.name] = nn.Parameter(effective, original.requires_grad)
+
+
+@torch.no_grad()
+def _put_back_(part: _Attached) -> None:
     """Give a weight its parameter, its raw numbers, and what its correction keeps beside it."""
-    now = part.parameter
-    assert isinstance(original, nn.Parameter)
+    original, now = part.parameter, part.owner.get_parameter(part.name)
     moved = (now.device, now.dtype) != (original.device, original.dtype)  # the model was converted inside
     if moved:
         original.data = original.data.to(now.device, now.dtype)
-        for value in state.values():
+        for value in part.state.values():
             value.data = value.data.to(now.device, now.dtype)
     part.owner._parameters[part.name] = original
     to_local(original).copy_(part.raw)
-    _keep_beside(part.owner, state)
+    _keep_beside(part.owner, part.state)
 
 
 def _attachments(model: nn.Module) -> list[Attachment]:
@@ -369,25 +344,38 @@ def _attachments(model: nn.Module) -> list[Attachment]:
 
 @torch.no_grad()
 def _attached(model: nn.Module, rollback: Rollback) -> list[_Attached]:
-    """Every correction in a model, with raw and effective weight; the raw ones are kept for a rollback.
+    """Every conditioned weight of a model; the raw ones are kept for a rollback.
 
     Raises:
         ConditioningError: there is none, or the model is a part of what was conditioned.
-        WeightError: a conditioned weight is also the weight of something else by now.
+        WeightError: one is also the weight of something else by now, or its effective weight is not finite.
     """
-    _check_tied_since(model)
-    found = [_attached_weight(*attachment, rollback) for attachment in _attachments(model)]
+    attachments = _attachments(model)
+    _check_tied_since(model, attachments)
+    found = []
+    for owner, name, correction in attachments:
+        parameter = owner._parameters[name]
+        assert parameter is not None
+        effective = correction.effective(owner, full_tensor(parameter))
+        own_part = local_shard(parameter).of(effective) if is_distributed(parameter) else effective
+        state = correction.state_of(owner)
+        found.append(_Attached(owner, name, parameter, rollback.keep(parameter), own_part.clone(), state))
     if not found:
         raise ConditioningError("this model is not conditioned: there is nothing to fold")
-    inside = {id(part) for _, root in roots_in(model) for part in root.modules()}
+    inside = {id(part) for _, root, _ in roots_in(model) for part in root.modules()}
     if not all(id(part.owner) in inside for part in found):
         raise ConditioningError("this is a part of a conditioned model; fold the whole model that was conditioned")
+    for part in found:
+        finite = bool(torch.isfinite(part.effective).all())
+        # Also in the shards of other ranks: all of them fold, or none.
+        if any_rank(not finite, part.parameter) if is_distributed(part.parameter) else not finite:
+            raise WeightError(f"{part.name}: the effective weight has NaN or infinite entries; nothing was folded")
     return found
 
 
-def _check_tied_since(model: nn.Module) -> None:
+def _check_tied_since(model: nn.Module, attachments: list[Attachment]) -> None:
     """Folding writes W + C; a layer that was given the same parameter after `condition_` uses W, and would change."""
-    conditioned = {id(module._parameters[name]) for module, name, _ in _attachments(model)}
+    conditioned = {id(module._parameters[name]) for module, name, _ in attachments}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if id(parameter) in conditioned and name not in corrections_of(module):
@@ -395,20 +383,3 @@ def _check_tied_since(model: nn.Module) -> None:
                     f"{path}.{name} was tied to a conditioned weight after condition_; it uses the raw weight, which "
                     "folding would change. Untie it (give it a copy of the parameter), then fold."
                 )
-
-
-def _attached_weight(owner: nn.Module, name: str, correction: StoredCorrection, rollback: Rollback) -> _Attached:
-    parameter = owner._parameters[name]
-    assert parameter is not None
-    effective = correction.effective(owner, full_tensor(parameter))
-    own_part = local_shard(parameter).of(effective) if is_distributed(parameter) else effective
-    return _Attached(owner, name, correction, rollback.keep(parameter), own_part.clone())
-
-
-@torch.no_grad()
-def _commit_(attached: list[_Attached]) -> None:
-    for part in attached:
-        for name in part.correction.state_names:
-            part.owner._buffers.pop(name, None)
-            part.owner._parameters.pop(name, None)
-        to_local(part.parameter).copy_(part.effective)

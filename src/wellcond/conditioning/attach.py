@@ -15,8 +15,6 @@ Within a pass, all weights of one kind are corrected as one batch, when the firs
 layers costs as many operations as one of one layer. The batch belongs to the smallest module that contains all
 conditioned weights and is running (a ViT, not the training step around it), so that weights which change between two
 calls of the model are never older than the call.
-
-    attach(model, [(m, "weight", c)], []);  detach(model)   =>   classes, m._parameters and m.__dict__ are as before
 """
 
 from __future__ import annotations
@@ -48,40 +46,22 @@ from wellcond.attention.effective import (
 )
 from wellcond.attention.sharding import is_distributed
 from wellcond.conditioning.checkpoint import resume_in_trainer, save_pretrained
-from wellcond.conditioning.corrections import FOLD_FIRST, FollowingCorrection, StoredCorrection, straight_through
+from wellcond.conditioning.corrections import FOLD_FIRST, StoredCorrection, straight_through
 from wellcond.errors import ConditioningError
 from wellcond.private import in_backward, is_sharded_by_fsdp, is_symbolic_tracing
 
 Attachment = tuple[nn.Module, str, StoredCorrection]
 
 
-@dataclass(frozen=True)
-class ReadScope:
-    """What the forward of one module around conditioned weights means for those who read them."""
-
-    forward_pass: ForwardPass
-    has_all: bool
-    """Whether all conditioned weights of the model are below this module."""
-    reads: bool
-    """Whether its forward uses conditioned weights itself."""
-
-
-@dataclass
-class Computed:
-    """W + C of one weight, with what tells that it is of this weight."""
-
-    raw: Tensor
-    version: int | None
-    value: Tensor
-
-
 @dataclass
 class Frame:
-    """A forward that is running: its module, and the effective weights that were computed in it."""
+    """A forward that is running, and the effective weights that were computed in it.
 
-    scope: ReadScope
-    module: nn.Module
-    computed: dict[tuple[nn.Module, str], Computed] = field(default_factory=dict)
+    Beside each of these are the weight and its version, which tell that it is of this weight.
+    """
+
+    forward: ScopedForward
+    computed: dict[tuple[nn.Module, str], tuple[Tensor, int | None, Tensor]] = field(default_factory=dict)
     has_batch: bool = False
 
 
@@ -115,17 +95,17 @@ class ForwardPass:
         if torch.compiler.is_compiling():
             return True
         # Between two graphs of one forward, what was traced tells what is running.
-        running = any(frame.scope.reads for frames in (self.frames(), self.traced) for frame in frames)
+        running = any(frame.forward.reads for frames in (self.frames(), self.traced) for frame in frames)
         return running or (torch.is_grad_enabled() and in_backward())
 
     @contextlib.contextmanager
-    def running(self, scope: ReadScope, module: nn.Module) -> Iterator[None]:
-        """The forward of `module` is running."""
+    def running(self, forward: ScopedForward) -> Iterator[None]:
+        """The forward of a module is running."""
         if torch.compiler.is_exporting():  # what may be exported has nothing to compute in batches
             yield
             return
         frames = self.frames()
-        frames.append(Frame(scope, module))
+        frames.append(Frame(forward))
         try:
             yield
         finally:
@@ -135,8 +115,8 @@ class ForwardPass:
         """W + C of the weight `name` of `module`."""
         raw = module._parameters[name]
         assert raw is not None
-        correction = corrections_of(module)[name]
-        if is_distributed(raw) or not _is_batched(correction):
+        correction: Any = corrections_of(module)[name]
+        if is_distributed(raw) or not correction.is_batched:
             return correction.effective(module, raw)
         frames = self.frames()
         value = _find(frames, module, name, raw)
@@ -145,20 +125,16 @@ class ForwardPass:
         return straight_through(raw, value)
 
 
-def _is_batched(correction: Any) -> bool:
-    return isinstance(correction, FollowingCorrection) and correction.is_batched
-
-
 def _find(frames: list[Frame], module: nn.Module, name: str, raw: Tensor) -> Tensor | None:
     for frame in reversed(frames):
-        entry = frame.computed.get((module, name))
-        if entry is not None and entry.raw is raw and entry.version == _version(raw):
-            return entry.value
+        known, version, value = frame.computed.get((module, name), (None, None, None))
+        if known is raw and version == _version(raw):
+            return value
     return None
 
 
 def _compute(frames: list[Frame], module: nn.Module, name: str, raw: Tensor) -> Tensor:
-    smallest = next((frame for frame in reversed(frames) if frame.scope.has_all), None)
+    smallest = next((frame for frame in reversed(frames) if frame.forward.has_all), None)
     if smallest is not None and not smallest.has_batch:
         smallest.has_batch = True
         _compute_all(smallest)
@@ -168,41 +144,51 @@ def _compute(frames: list[Frame], module: nn.Module, name: str, raw: Tensor) -> 
     correction: Any = corrections_of(module)[name]
     value = correction.values([raw])[0]
     if frames:
-        frames[-1].computed[module, name] = Computed(raw, _version(raw), value)
+        frames[-1].computed[module, name] = raw, _version(raw), value
     return value
 
 
 def _compute_all(frame: Frame) -> None:
-    """All weights whose correction can be computed in batches and that are whole now."""
     kinds: dict[tuple[object, ...], list[tuple[nn.Module, str, Tensor, Any]]] = {}
-    for module in frame.module.modules():
+    correction: Any
+    for module in frame.forward.module.modules():
         for name, correction in corrections_of(module).items():
             raw = module._parameters[name]
-            if _is_batched(correction) and raw is not None and not is_distributed(raw):
-                kinds.setdefault(correction.kind(raw), []).append((module, name, raw, correction))  # type: ignore[attr-defined]
+            if correction.is_batched and raw is not None and not is_distributed(raw):
+                kinds.setdefault(correction.kind(raw), []).append((module, name, raw, correction))
     for members in kinds.values():
         values = members[0][3].values([weight for _, _, weight, _ in members])
         for (module, name, weight, _), value in zip(members, values, strict=True):
-            frame.computed[module, name] = Computed(weight, _version(weight), value)
+            frame.computed[module, name] = weight, _version(weight), value
 
 
 def _version(raw: Tensor) -> int | None:
-    """How often a tensor was written to, as far as torch knows."""
     return None if torch.compiler.is_compiling() or raw.is_inference() else raw._version
 
 
 class ScopedForward(InstanceOverride):
-    """The forward of a module around conditioned weights: the module's own, within a `ReadScope`."""
+    """The forward of a module around conditioned weights: the module's own, as a part of a forward pass."""
 
-    def __init__(self, module: nn.Module, scope: ReadScope) -> None:
-        """In place of `module.forward`, which may be one that another library has put there."""
-        self.module, self.scope, self.replaced = module, scope, vars(module).get("forward")
+    def __init__(self, module: nn.Module, forward_pass: ForwardPass, *, has_all: bool, reads: bool) -> None:
+        """In place of `module.forward`, which may be one that another library has put there.
+
+        Args:
+            module: the module.
+            forward_pass: of the conditioned model.
+            has_all: whether all conditioned weights of the model are below this module.
+            reads: whether its forward uses conditioned weights itself.
+        """
+        self.module = module
+        self.forward_pass = forward_pass
+        self.has_all = has_all
+        self.reads = reads
+        self.replaced = vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own forward returns."""
         if args and args[0] is self.module:  # Accelerate takes every forward for a function, and binds it
             args = args[1:]
-        with self.scope.forward_pass.running(self.scope, self.module):
+        with self.forward_pass.running(self):
             if self.replaced is not None:
                 return self.replaced(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
@@ -247,39 +233,25 @@ def attach(model: nn.Module, attachments: Iterable[Attachment], readers: Iterabl
     attachments = list(attachments)
     reading = {id(module) for module in readers}
     owners = {id(module) for module, _, _ in attachments}
-    below = _owners_below(model, owners)
+    below = {id(module): owners & {id(part) for part in module.modules()} for module in model.modules()}
     for module, name, correction in attachments:
         vars(module)[CORRECTIONS_ATTRIBUTE] = {**corrections_of(module), name: correction}
     forward_pass = ForwardPass()
     for module in [module for module in model.modules() if below[id(module)]]:
         reads = id(module) in owners or id(module) in reading
-        scope = ReadScope(forward_pass, has_all=below[id(module)] == owners, reads=reads)
-        vars(module)["forward"] = ScopedForward(module, scope)
+        has_all = below[id(module)] == owners
+        vars(module)["forward"] = ScopedForward(module, forward_pass, has_all=has_all, reads=reads)
         if hasattr(module, "save_pretrained"):
             vars(module)["save_pretrained"] = EffectiveSave(module)
         if id(module) in owners:
-            vars(module)[SCOPE_ATTRIBUTE] = scope
+            vars(module)[SCOPE_ATTRIBUTE] = forward_pass
             module.__class__ = conditioned_class(type(module), tuple(sorted(corrections_of(module))))
-
-
-def _owners_below(model: nn.Module, owners: set[int]) -> dict[int, set[int]]:
-    """For every module, which of the owners it is or contains."""
-    below: dict[int, set[int]] = {}
-
-    def visit(module: nn.Module) -> set[int]:
-        if id(module) not in below:
-            below[id(module)] = owners & {id(module)}
-            below[id(module)] = below[id(module)].union(*(visit(child) for child in module.children()))
-        return below[id(module)]
-
-    visit(model)
-    return below
 
 
 def readers_in(model: nn.Module) -> list[nn.Module]:
     """The readers that `attach` was given."""
     forwards = [(module, vars(module).get("forward")) for module in model.modules()]
-    return [module for module, forward in forwards if isinstance(forward, ScopedForward) and forward.scope.reads]
+    return [module for module, forward in forwards if isinstance(forward, ScopedForward) and forward.reads]
 
 
 def detach(model: nn.Module) -> None:
@@ -288,18 +260,10 @@ def detach(model: nn.Module) -> None:
         remove_conditioning(module)
 
 
-_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
-
-
+@functools.cache
 def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of `base` whose attributes `names` are effective weights in a forward pass; made once."""
-    if (base, names) not in _CLASSES:
-        _refuse_adapters()
-        _CLASSES[base, names] = _make_class(base, names)
-    return _CLASSES[base, names]
-
-
-def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The subclass of `base` whose attributes `names` are effective weights in a forward pass."""
+    _refuse_adapters()
 
     def reduce(module: nn.Module, protocol: Any) -> Any:
         # A class made at run time cannot be found by name: copies and pickles rebuild it.
@@ -335,7 +299,7 @@ def _weight_property(name: str) -> property:
         if name not in module._parameters:
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         raw = module._parameters[name]
-        forward_pass: ForwardPass = vars(module)[SCOPE_ATTRIBUTE].forward_pass
+        forward_pass: ForwardPass = vars(module)[SCOPE_ATTRIBUTE]
         if raw is None or not forward_pass.is_running():
             return raw
         if is_distributed(raw) and not torch.compiler.is_compiling() and is_sharded_by_fsdp(module, name):

@@ -57,13 +57,14 @@ def read_settings(marker: Tensor) -> dict[str, Any]:
     """
     try:
         settings = json.loads(bytes(marker.detach().cpu().double().round().long().tolist()))
-        if not isinstance(settings, dict) or not {"method", "projections", "sites"} <= settings.keys():
-            raise ValueError("expected method, projections and sites")
+        kinds = {"method": str, "projections": str, "sites": list}
+        if not all(isinstance(settings[key], kind) for key, kind in kinds.items()):
+            raise ValueError("expected the name of a method, letters of projections and a list of attention layers")
         return settings
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise WeightError(
-            "the checkpoint's wellcond marker is not readable (averaged with other weights?); condition a model as the "
-            "first one was, and load the checkpoint without its key that ends in 'wellcond_conditioning'"
+            "the checkpoint's wellcond marker is not readable (damaged, or averaged with other weights?); condition a "
+            "model as the first one was, and load the checkpoint without its key that ends in 'wellcond_conditioning'"
         ) from error
 
 
@@ -86,9 +87,13 @@ def settings_of(model: nn.Module) -> dict[str, Any] | None:
     return model.__dict__.get(SETTINGS_ATTRIBUTE)
 
 
-def roots_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module of a model that was conditioned as a whole, with its path."""
-    return [(path, module) for path, module in model.named_modules() if settings_of(module) is not None]
+def roots_in(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any]]]:
+    """Every module of a model that was conditioned as a whole, with its path and its settings."""
+    return [
+        (path, module, settings)
+        for path, module in model.named_modules()
+        if (settings := settings_of(module)) is not None
+    ]
 
 
 def check_incoming(
@@ -124,7 +129,6 @@ def check_incoming(
 
 
 def _corrected(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Path, module, name and correction of every conditioned weight."""
     for module_name, module in model.named_modules(remove_duplicate=False):
         for weight_name, correction in corrections_of(module).items():
             yield (f"{prefix}{module_name}." if module_name else prefix), module, weight_name, correction
@@ -219,7 +223,7 @@ def split_state(
     """
     plain = dict(model.state_dict() if state is None else state)
     own: dict[str, Tensor] = {}
-    for root_name, root in roots_in(model):
+    for root_name, root, _ in roots_in(model):
         prefix = f"{root_name}." if root_name else ""
         # Whoever saves may have left out what is no parameter.
         own[prefix + MARKER] = plain.pop(prefix + MARKER, root.get_buffer(MARKER))

@@ -13,7 +13,6 @@ reads it, and needs nothing here; a frozen C is a buffer, which FSDP2 keeps whol
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from wellcond.attention.sharding import LocalShard, from_local, full_tensor, is_distributed, local_shard, to_local
 from wellcond.attention.slot import Slot
 from wellcond.errors import ConditioningError
+from wellcond.linalg.orthogonal import identity_heads
 from wellcond.private import in_forward_mode, is_functorch_tensor
 
 FOLD_FIRST = "call wellcond.fold_(model) first, or do it inside `with wellcond.folded(model):`"
@@ -105,16 +105,6 @@ class MatrixView:
         stack = matrices.unflatten(1, (self.stack[0], -1))
         return (stack.mT if self.transposed else stack).reshape(shape)
 
-    def position(self, rows: Tensor, columns: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-        """Where entries of the matrix lie in the stored tensor, on each of its axes."""
-        _, first, second = self.stack or (1, shape[0], math.prod(shape[1:]))
-        height = second if self.transposed else first
-        number, row = rows // height, rows % height
-        if self.transposed:
-            row, columns = columns, row
-        axes = torch.unravel_index((number * first + row) * second + columns, tuple(shape))
-        return tuple(axis.clone() for axis in axes)  # not views of one tensor, which torch.export.save refuses
-
 
 def view_of(slot: Slot) -> MatrixView:
     """How the weight of a slot is read as one matrix."""
@@ -137,6 +127,8 @@ class StoredCorrection(ABC):
     """Whether `value` is differentiated as it is computed; otherwise the gradient of W is that of W + C."""
     state_names: tuple[str, ...] = ()
     """Buffers and parameters that it keeps beside the weight."""
+    is_batched = False
+    """Whether several weights of one kind may be corrected together."""
 
     @abstractmethod
     def value(self, raw: Tensor, state: Mapping[str, Tensor]) -> Tensor:
@@ -175,16 +167,14 @@ class FixedCorrection(StoredCorrection):
         """``joint`` puts one identity on all heads stacked, ``per_head`` the same one in each head."""
         slot = parts[0][0]
         self.shape = tuple(slot.parameter.shape)
-        rows, columns, lams = [], [], []
+        positions, lams = [], []
         for part, lam in parts:
-            table = torch.arange(part.num_heads * part.head_dim).view(part.num_heads, part.head_dim)
-            if layout == "per_head":
-                table = torch.arange(part.head_dim).expand(part.num_heads, -1)
-            inside = table < part.in_features
-            rows.append(rows_of(part)[inside])
-            columns.append(table[inside])
-            lams.append(torch.full(rows[-1].shape, lam, dtype=torch.float64))
-        self.position = view_of(slot).position(torch.cat(rows), torch.cat(columns), self.shape)
+            mask = torch.zeros(self.shape, dtype=torch.bool)
+            part.put_heads_(mask, identity_heads(part.num_heads, part.head_dim, part.in_features, layout))
+            positions.append(mask.nonzero())
+            lams.append(torch.full((len(positions[-1]),), lam, dtype=torch.float64))
+        # Not views of one tensor, which torch.export.save refuses.
+        self.position = tuple(axis.clone() for axis in torch.cat(positions).unbind(1))
         self.lams = torch.cat(lams)
         self.placed: dict[object, tuple[tuple[Tensor, ...], Tensor]] = {}
         self._entries(slot.parameter, None)  # filled before torch.compile traces, else it recompiles
@@ -216,21 +206,12 @@ class FixedCorrection(StoredCorrection):
         return self.placed[key]
 
 
-@dataclass(frozen=True)
-class Matrices:
-    """Matrices of equal height inside a weight: the rows of each."""
+Group = tuple[tuple[int, ...], ...]
+"""Matrices of equal height inside a weight: the rows of each."""
 
-    rows: tuple[tuple[int, ...], ...]
 
-    @property
-    def flat(self) -> tuple[int, ...]:
-        """The rows of one matrix after the other."""
-        return tuple(row for rows in self.rows for row in rows)
-
-    @property
-    def height(self) -> int:
-        """Rows of one matrix."""
-        return len(self.rows[0])
+def _flat(group: Group) -> tuple[int, ...]:
+    return tuple(row for rows in group for row in rows)
 
 
 class FollowingCorrection(StoredCorrection):
@@ -244,7 +225,7 @@ class FollowingCorrection(StoredCorrection):
         by_height: dict[int, list[tuple[int, ...]]] = {}
         for table in tables:
             by_height.setdefault(table.shape[1], []).extend(map(tuple, table.tolist()))
-        self.groups = tuple(Matrices(tuple(rows)) for rows in by_height.values())
+        self.groups = tuple(tuple(group) for group in by_height.values())
         self.placed: dict[object, Tensor] = {}
         for group in self.groups:
             self._index(group, slots[0].parameter.device)  # filled before torch.compile traces, else it recompiles
@@ -278,8 +259,8 @@ class FollowingCorrection(StoredCorrection):
         return raw.shape, raw.dtype, raw.device, self.method.key, self.view, self.groups
 
     @property
-    def is_batched(self) -> bool:
-        """Whether several weights of one `kind` may be corrected together."""
+    def is_batched(self) -> bool:  # type: ignore[override]
+        """Not with a gradient or parameters of its own."""
         return not self.differentiable and not self.method.learned
 
     def values(self, raws: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -307,11 +288,11 @@ class FollowingCorrection(StoredCorrection):
         axis = 1 if self.view.transposed else 0
         first, last = box.offsets[axis], box.offsets[axis] + box.sizes[axis]
         held = [
-            tuple(tuple(row - first for row in rows) for rows in group.rows if first <= rows[0] < last)
+            tuple(tuple(row - first for row in rows) for rows in group if first <= rows[0] < last)
             for group in self.groups
         ]
         with torch.no_grad():
-            groups = tuple(Matrices(rows) for rows in held if rows)
+            groups = tuple(group for group in held if group)
             return self._correct(to_local(raw).detach()[None], groups, {})[0]
 
     def _is_cut_between_matrices(self, raw: Any) -> bool:
@@ -324,34 +305,33 @@ class FollowingCorrection(StoredCorrection):
         if len(cuts) != 1 or not cuts[0][0].is_shard(axis):
             return False
         rows_per_rank = -(-self.shape[axis] // cuts[0][1])  # rounded up, as torch does
-        return all(len({row // rows_per_rank for row in rows}) == 1 for group in self.groups for rows in group.rows)
+        return all(len({row // rows_per_rank for row in rows}) == 1 for group in self.groups for rows in group)
 
-    def _correct(self, stored: Tensor, groups: tuple[Matrices, ...], learned: Mapping[str, Tensor]) -> Tensor:
-        """Effective weights (count, *shape) of `stored`."""
+    def _correct(self, stored: Tensor, groups: tuple[Group, ...], learned: Mapping[str, Tensor]) -> Tensor:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             raise ConditioningError(FOLLOWS)
         correct, matrices = self.method.correct, self.view.matrices(stored)
         num_rows, in_features = matrices.shape[1:]
-        if len(groups) == 1 and groups[0].flat == tuple(range(num_rows)):
-            heads = matrices.reshape(-1, groups[0].height, in_features)
+        if len(groups) == 1 and _flat(groups[0]) == tuple(range(num_rows)):
+            heads = matrices.reshape(-1, len(groups[0][0]), in_features)
             return self.view.stored(correct(heads, **learned).reshape(matrices.shape), stored.shape)
         result, start = matrices.clone(), 0
         for group in groups:
-            own = {key: tensor[start : start + len(group.rows)] for key, tensor in learned.items()}
-            start += len(group.rows)
+            own = {key: tensor[start : start + len(group)] for key, tensor in learned.items()}
+            start += len(group)
             corrected = correct(self._select(matrices, group), **own).reshape(len(stored), -1, in_features)
             result.index_copy_(1, self._index(group, stored.device), corrected)
         return self.view.stored(result, stored.shape)
 
-    def _select(self, matrices: Tensor, group: Matrices) -> Tensor:
+    def _select(self, matrices: Tensor, group: Group) -> Tensor:
         rows = self._index(group, matrices.device)
-        return matrices.index_select(1, rows).reshape(-1, group.height, matrices.shape[2])
+        return matrices.index_select(1, rows).reshape(-1, len(group[0]), matrices.shape[2])
 
-    def _index(self, group: Matrices, device: torch.device) -> Tensor:
+    def _index(self, group: Group, device: torch.device) -> Tensor:
         """The rows on a device; cached, since copying them there waits."""
         if (group, device) not in self.placed:
             with torch.inference_mode(False):
-                self.placed[group, device] = torch.tensor(group.flat, device=device)
+                self.placed[group, device] = torch.tensor(_flat(group), device=device)
         return self.placed[group, device]
 
 

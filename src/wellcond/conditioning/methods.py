@@ -226,7 +226,6 @@ RECORDS = (
 
 
 def _check_representable(sites: list[AttentionSite], lams: dict[str, float]) -> None:
-    """Raise WeightError for a lam that is infinite in the type of a weight that it would be added to."""
     for site in sites:
         for role, lam in lams.items():
             largest = torch.finfo(site.slots[role].parameter.dtype).max

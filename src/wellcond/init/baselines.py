@@ -33,9 +33,8 @@ from wellcond.attention.evaluation import plain_copy
 from wellcond.attention.layout import is_conv1d
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import UnsupportedLayoutError
-from wellcond.init.plan import InitContext, Write, head_write, register_init
-from wellcond.init.positions import Position, position_writes
-from wellcond.init.tokens import embedding_layers
+from wellcond.init.apply import InitContext, Write, head_write, register_init
+from wellcond.init.tokens import Position, embedding_layers, position_writes
 from wellcond.linalg.orthogonal import draw_normal
 from wellcond.registry import PositiveFloat
 
@@ -136,8 +135,9 @@ def _run_own(model: nn.Module) -> None:
         for child in model.children():
             _run_own(child)
         return
+    takes_name = "name" in inspect.signature(per_module).parameters
     for name, module in reversed(list(model.named_modules())):
-        _call(per_module, module, name)
+        per_module(module, **({"name": name} if takes_name else {}))
     fix_depth = getattr(model, "fix_init_weight", None)
     if callable(fix_depth):
         fix_depth()
@@ -149,14 +149,6 @@ def _function_beside(cls: type) -> Callable[..., None] | None:
         return None
     file = vars(sys.modules[cls.__module__])
     return next((file[name] for name in FUNCTION_NAMES if callable(file.get(name))), None)
-
-
-def _call(initialise: Callable[..., None], module: nn.Module, name: str) -> None:
-    """Some take the module, some its name as well."""
-    if "name" in inspect.signature(initialise).parameters:
-        initialise(module, name=name)
-    else:
-        initialise(module)
 
 
 def _clear_initialised_flags(model: nn.Module) -> None:

@@ -28,9 +28,8 @@ from wellcond.attention.sharding import broadcast_from_rank_zero, full_tensor, i
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import WeightError
-from wellcond.init.plan import InitContext, Write, register_init
-from wellcond.init.positions import Position, position_writes
-from wellcond.init.tokens import embedding_layers, embedding_spread, position_tables
+from wellcond.init.apply import InitContext, Write, register_init
+from wellcond.init.tokens import Position, embedding_layers, embedding_spread, position_tables, position_writes
 from wellcond.linalg.orthogonal import draw_normal, random_semi_orthogonal
 from wellcond.registry import PositiveFloat
 
@@ -192,7 +191,6 @@ def _draw(slot: Slot, start: Start, context: InitContext, draft: _Draft) -> None
 
 
 def _check_seen(found: ForwardRecord, logits: float | None, share: float | None) -> None:
-    """Raise WeightError for layers of which the pass did not show what is to be set."""
     if found.not_called and (logits is not None or share is not None):
         raise WeightError(
             f"{_some(found.not_called)}: not called on this batch, so that nothing of it can be calibrated; give a "

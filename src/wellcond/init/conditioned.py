@@ -23,8 +23,8 @@ from wellcond.attention.checks import choose_projections
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import OptionError, WeightError
-from wellcond.init.plan import InitContext, Write, head_write, register_init
-from wellcond.linalg.orthogonal import Source, draw_normal, random_semi_orthogonal
+from wellcond.init.apply import InitContext, Write, head_write, register_init
+from wellcond.linalg.orthogonal import Source, draw_normal, identity_heads, random_semi_orthogonal
 from wellcond.registry import PositiveFloat
 
 Value = Literal["per_head", "joint", "orthogonal"]
@@ -65,20 +65,7 @@ def warn_of_values(sites: Sequence[AttentionSite], options: Mapping[str, Any]) -
     )
 
 
-def identity_heads(slot: Slot, *, layout: str) -> Tensor:
-    """Rectangular identity for every head (heads, d, D), float32.
-
-    ``per_head``: the same I in every head, which then all read coordinates 0..d-1. ``joint``: the identity of the
-    whole hd x D matrix, so that head k reads coordinates kd..(k+1)d; rows beyond D stay zero.
-    """
-    num_heads, head_dim = slot.rows.shape
-    if layout == "per_head":
-        return torch.eye(head_dim, slot.in_features).expand(num_heads, -1, -1)
-    return torch.eye(num_heads * head_dim, slot.in_features).reshape(num_heads, head_dim, -1)
-
-
-def semi_orthogonal_heads(slot: Slot, context: InitContext, *, source: Source, heads: Heads) -> Tensor:
-    """Semi-orthogonal heads (heads, d, D): one draw per head, or one for the whole hd x D matrix."""
+def _semi_orthogonal_heads(slot: Slot, context: InitContext, source: Source, heads: Heads) -> Tensor:
     num_heads, head_dim = slot.rows.shape
     count, rows = (num_heads, head_dim) if heads == "independent" else (1, num_heads * head_dim)
     drawn = random_semi_orthogonal(
@@ -133,14 +120,14 @@ def conditioned(
         for role in chosen:
             slot = site.slots[role]
             if role == linear_path and value != "orthogonal":
-                weights = value_factor * identity_heads(slot, layout=value)
+                weights = value_factor * identity_heads(*slot.rows.shape, slot.in_features, value)
             elif not (keys == "tied" and role == "k"):  # else the weights of q, which comes before
-                weights = semi_orthogonal_heads(slot, context, source=orthogonal, heads=heads)
+                weights = _semi_orthogonal_heads(slot, context, orthogonal, heads)
                 weights = weights * (value_factor if role == linear_path else scale)
             keep_norm = match_norm or (keep_value_norm and role == linear_path)
             yield head_write(site, role, _with_norm_of(slot, weights) if keep_norm else weights)
         if output and site.o is not None:
-            yield head_write(site, "o", output_heads(site, context, kind=output, source=orthogonal))
+            yield head_write(site, "o", _output_heads(site, context, output, orthogonal))
 
 
 def _with_norm_of(slot: Slot, weights: Tensor) -> Tensor:
@@ -149,7 +136,7 @@ def _with_norm_of(slot: Slot, weights: Tensor) -> Tensor:
     return weights.to(now.device) * (now / planned)[:, None, None]
 
 
-def output_heads(site: AttentionSite, context: InitContext, *, kind: Output, source: Source) -> Tensor:
+def _output_heads(site: AttentionSite, context: InitContext, kind: Output, source: Source) -> Tensor:
     """W_O as one identity or one semi-orthogonal matrix, cut into heads (heads, out, d)."""
     assert site.o is not None
     num_heads, head_dim = site.o.rows.shape
@@ -201,7 +188,7 @@ def gaussian(
         for role in chosen:
             slot = site.slots[role]
             if role == site.roles["value"] and value != "gaussian":
-                yield head_write(site, role, identity_heads(slot, layout=value))
+                yield head_write(site, role, identity_heads(*slot.rows.shape, slot.in_features, value))
                 continue
             if not (keys == "tied" and role == "k"):
                 shape = (*slot.rows.shape, slot.in_features)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from wellcond.attention.effective import is_conditioned
 from wellcond.attention.find import find_attention, scan_attention
 from wellcond.errors import ConditioningError, UnsupportedLayoutError, WeightError
-from wellcond.init.plan import InitContext, Write, register_init
+from wellcond.init.apply import InitContext, Write, register_init
 
 Layout = Literal["blind", "heads"]
 

@@ -156,3 +156,14 @@ def draw_normal(
     """Standard normal float32 numbers, drawn on the generator's device, then moved."""
     source = "cpu" if generator is None else generator.device
     return torch.randn(shape, generator=generator, device=source, dtype=torch.float32).to(device)
+
+
+def identity_heads(num_heads: int, head_dim: int, in_features: int, layout: str) -> Tensor:
+    """Rectangular identity for every head (heads, d, D), float32.
+
+    ``per_head``: the same I in every head, which then all read coordinates 0..d-1. ``joint``: the identity of the
+    whole hd x D matrix, so that head k reads coordinates kd..(k+1)d; rows beyond D stay zero.
+    """
+    if layout == "per_head":
+        return torch.eye(head_dim, in_features).expand(num_heads, -1, -1)
+    return torch.eye(num_heads * head_dim, in_features).reshape(num_heads, head_dim, -1)

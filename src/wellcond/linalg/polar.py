@@ -7,8 +7,7 @@ W = U S V^T of shape (d, D), d <= D, and G = W W^T,
 
 where sigma q_k(sigma^2) is the odd polynomial of degree 5 that is closest to 1 on the interval in which the singular
 values lie after k steps (Amsel, Persson, Musco and Gower, The Polar Express, arXiv 2505.16932). All of it happens on
-d x d matrices; the weight itself is touched twice, by its Gram matrix and by the result. `torch.linalg.polar` (new in
-torch 2.15, experimental) is a singular value decomposition on CPUs and, without nvmath, on GPUs, where it waits.
+d x d matrices; the weight itself is touched twice. `torch.linalg.polar` (torch 2.15) is a decomposition, which waits.
 
 **Precision.** Squaring doubles the digits that a small singular value needs, so Gram matrix and first steps are in
 float64, as long as small eigenvalues are small; the rest is in float32.
@@ -83,18 +82,13 @@ def mix_with_polar(weights: Tensor, *, keep: float, share: float) -> Tensor:
     """
     if weights.shape[-2] > weights.shape[-1]:
         return mix_with_polar(weights.mT, keep=keep, share=share).mT
-    wide = wide_dtype(weights.device)
+    wide = torch.float64 if has_float64(weights.device) else torch.float32
     bytes_of_one = weights.shape[-2] * weights.shape[-1] * wide.itemsize
     at_a_time = CHUNK_BYTES.get(weights.device.type, GPU_CHUNK_BYTES) // bytes_of_one
     with torch.no_grad(), torch.autocast(weights.device.type, enabled=False):
         if at_a_time >= len(weights):
             return _mix(weights, keep, share, wide)
         return torch.cat([_mix(part, keep, share, wide) for part in weights.split(max(at_a_time, 1))])
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest floating point type of a device."""
-    return torch.float64 if has_float64(device) else torch.float32
 
 
 def _mix(weights: Tensor, keep: float, share: float, wide: torch.dtype) -> Tensor:
