@@ -37,6 +37,8 @@ THRESHOLDS = {
     "shared-values": 0.01,
 }
 """From where on a number is a finding, by its kind; docs/doctor.md says of what each limit is, and why it is there."""
+MOST_TOKENS = 256
+"""Of a sample, of which the condition number of the tokens is computed."""
 
 
 def count(number: int, what: str) -> str:
