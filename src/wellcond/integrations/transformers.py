@@ -250,9 +250,8 @@ class WellcondCallback(Measuring, TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Measure what is due; measurements within a budget are logged when `Trainer` logs."""
-        assert self.watch is not None
         with without_mixed_precision(unwrap(parts["model"])):
-            self.watch.step()
+            self.measure_step()
         if control.should_log or self.logs_when_measured:
             self._log(state)
 
@@ -269,13 +268,11 @@ class WellcondCallback(Measuring, TrainerCallback):
             export(self._trainer or parts["model"], Path(args.output_dir, self.export_folder))
 
     def _close(self, model: nn.Module) -> None:
-        assert self.watch is not None
         with without_mixed_precision(unwrap(model)):
-            self.watch.close()
+            self.measure_last()
 
     def _log(self, state: Any) -> None:
-        assert self.watch is not None
-        numbers, trainer = self.watch.new_summary(), self._trainer
+        numbers, trainer = self.new_summary(), self._trainer
         if not numbers:
             return
         if trainer is None:
