@@ -187,12 +187,10 @@ class Diagnosis:
     schema: int = SCHEMA
 
     def __repr__(self) -> str:
-        """One line."""
         kinds = ", ".join(f"{finding.kind} ({finding.severity})" for finding in self.findings)
         return f"Diagnosis({count(len(self.layers), 'attention layer')}, {kinds or 'nothing to fix'})"
 
     def __str__(self) -> str:
-        """The same as `to_text()`."""
         return self.to_text()
 
     def to_text(self, *, width: int = 100) -> str:

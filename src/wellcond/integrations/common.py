@@ -133,7 +133,6 @@ def check_batch(batch: Any) -> None:
 
 @contextlib.contextmanager
 def _preserved_rng_state() -> Iterator[None]:
-    """Restore the random states of Python, NumPy and torch on exit."""
     python, numpy = random.getstate(), np.random.get_state()
     device = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
@@ -236,7 +235,6 @@ class Measuring:
     """The latest numbers of every head in the checkpoint from which training resumes."""
 
     def __init__(self, batch: Any, per_layer: bool, options: Mapping[str, Any], **switches: Any) -> None:
-        """Check the options."""
         check_batch(batch)
         known = [field.name for field in dataclasses.fields(TrackingOptions)]
         for name in options:

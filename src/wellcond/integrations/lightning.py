@@ -81,7 +81,6 @@ class WellcondCallback(Measuring, pl.Callback):
         export: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        """Check the choices and options."""
         super().__init__(batch, per_layer, options, measure=measure)
         check_choices(init, condition, batch)
         if not isinstance(network, str):

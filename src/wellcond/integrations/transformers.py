@@ -186,7 +186,6 @@ class WellcondCallback(Measuring, TrainerCallback):
     def __init__(
         self, batch: Any = None, *, per_layer: bool = False, export: str | None = None, **options: Any
     ) -> None:
-        """Check the options."""
         super().__init__(batch, per_layer, options)
         if export is not None and not isinstance(export, str):
             raise ValueError(f"export: expected the name of a folder inside the output folder, got {export!r}")
@@ -201,7 +200,6 @@ class WellcondCallback(Measuring, TrainerCallback):
 
     @property
     def _trainer(self) -> Trainer | None:
-        """The trainer that this callback was added to by `add_to`."""
         return None if self._reference is None else self._reference()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:

@@ -162,7 +162,6 @@ def _measure_gathered(
     task: MeasureSettings,
     pace: _Pace,
 ) -> list[LayerReport]:
-    """Measure a sharded model, one gathered attention layer after the other."""
 
     def measure_layer(site: AttentionSite, call: Any) -> LayerReport:
         def admit(_: str, head: int, seconds: float | None) -> bool:
@@ -210,7 +209,7 @@ def _measure_captured(
     for done, (number, part) in enumerate(progress(plan)):
         pace.left = len(plan) - done
         name = f"{captured[number].site.name} head {part.index}"
-        known = None if log is None else log.find(name)
+        known = None if log is None else log.found.get(name)
         if known is not None:
             found[number].append(known)
             continue
@@ -233,29 +232,19 @@ def _measure_captured(
         first_error.add_note(f"none of the {len(plan)} heads that were asked for could be measured")
         raise first_error
     return tuple(
-        _layer_report(c, found[number], failed[number], _through_output(c, task, pace))
-        for number, c in enumerate(captured)
-    )
-
-
-def _layer_report(
-    captured: CapturedAttention, found: list[HeadReport], failed: list[FailedHead], through_output: dict[str, Any]
-) -> LayerReport:
-    site = captured.site
-    problem = "" if captured.call is not None else captured.why_not_plain
-    if failed and not found:
-        problem = failed[0].problem
-    return LayerReport(
-        name=site.name,
-        kind=site.kind,
-        num_heads=site.num_heads,
-        num_kv_heads=site.num_kv_heads,
-        head_dim=site.head_dim,
-        num_tokens=0 if captured.x is None else captured.x.shape[1],
-        heads=tuple(found),
-        problem=problem,
-        failed=tuple(failed),
-        **through_output,
+        LayerReport(
+            name=c.site.name,
+            kind=c.site.kind,
+            num_heads=c.site.num_heads,
+            num_kv_heads=c.site.num_kv_heads,
+            head_dim=c.site.head_dim,
+            num_tokens=0 if c.x is None else c.x.shape[1],
+            heads=tuple(heads),
+            problem=problems[0].problem if problems and not heads else "" if c.call else c.why_not_plain,
+            failed=tuple(problems),
+            **_through_output(c, task, pace),
+        )
+        for c, heads, problems in zip(captured, found, failed, strict=True)
     )
 
 
@@ -500,7 +489,7 @@ def _through_output(captured: CapturedAttention, task: MeasureSettings, pace: _P
     """Fields of a `LayerReport` about the output through W_O; none where that is not asked for or not defined."""
     site = captured.site
     if not task.output or captured.call is None or not captured.is_plain or site.o is None or task.convention != "wide":
-        return {"output_samples": _both([])}
+        return {}
     chosen = samples_of(captured, task.samples, task.combine)
 
     def admit(seconds: float) -> bool:
@@ -512,7 +501,7 @@ def _through_output(captured: CapturedAttention, task: MeasureSettings, pace: _P
             operator = output_operator(captured, samples, task.biases)
             found += operator_spectra([operator], method=task.method, memory_limit=task.memory_limit, admit=admit)
     except NUMERICAL as error:
-        return {"output_samples": _both([]), "output_problem": str(error).splitlines()[0]}
+        return {"output_problem": str(error).splitlines()[0]}
     return {"with_output": found[0], "output_samples": _both(found)}
 
 
