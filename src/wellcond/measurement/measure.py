@@ -145,42 +145,20 @@ def measure(
     if is_sharded(model):
         if resume is not None:
             raise ValueError("resume: a model that is sharded over ranks is measured in one go; leave resume out")
-        rows = tuple(_measure_gathered(model, batch, chosen, heads, task, pace))
+
+        def measure_layer(site: AttentionSite, call: Any) -> LayerReport:
+            count = site.num_heads if task.grouped == "each" else site.num_kv_heads
+            known = None if heads is None else [head for head in heads if head < count]
+            captured = capture_sites(site.module, call, [site], max_samples=task.samples)
+            return _measure_captured(captured, known, task, iter, None, pace)[0]
+
+        rows = tuple(measure_sharded(model, batch, chosen, measure_layer))
     else:
         asked = sites is not None or layers is not None
         captured = capture_sites(model, batch, chosen, max_samples=task.samples, required=asked)
         log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
         rows = _measure_captured(captured, heads, task, progress, log, pace)
     return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning, run=facts)
-
-
-def _measure_gathered(
-    model: nn.Module,
-    batch: Any,
-    sites: Sequence[AttentionSite],
-    heads: Sequence[int] | None,
-    task: MeasureSettings,
-    pace: _Pace,
-) -> list[LayerReport]:
-
-    def measure_layer(site: AttentionSite, call: Any) -> LayerReport:
-        def admit(_: str, head: int, seconds: float | None) -> bool:
-            assert pace.admit is not None
-            return pace.admit(site.name, head, seconds)  # under its name in the model
-
-        count = site.num_heads if task.grouped == "each" else site.num_kv_heads
-        report = measure(
-            site.module,
-            call,
-            sites=[site],
-            heads=None if heads is None else [head for head in heads if head < count],
-            settings=task,
-            admit=None if pace.admit is None else admit,
-            on_slow=pace.on_slow,
-        )
-        return report.layers[0]
-
-    return measure_sharded(model, batch, sites, measure_layer)
 
 
 def _measure_captured(
