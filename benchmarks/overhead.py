@@ -184,9 +184,9 @@ def trainer_seconds(build: Callable[[], nn.Module], tokens: int, steps: int, tra
         trainer = Trainer(build(), arguments, train_dataset=data)
         callback = WellcondCallback().add_to(trainer) if tracked else None
         took = seconds(trainer.train)
-    if callback is None or callback.watch is None:
+    if callback is None or callback.tracker is None:
         return took, ""
-    tracker = callback.watch.tracker
+    tracker = callback.tracker
     jacobians = sum(point.condition_number is not None for point in tracker.points)
     steps_measured = len({point.step for point in tracker.points})
     return took, f"{tracker.overhead:.1%}, {steps_measured} steps, {jacobians} times kappa(J)"

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import CLIPConfig, CLIPModel
 
 import wellcond as wc
-from wellcond.doctor.examine import as_samples
+from wellcond.doctor.diagnose import as_samples
 
 
 class OwnAttention(nn.Module):

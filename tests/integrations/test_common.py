@@ -68,10 +68,10 @@ class Counting(Drawing):
         return super().__call__(samples)
 
 
-def test_a_probe_rolls_back_nothing_but_generators():
+def test_a_probe_leaves_the_collator_as_it_was():
     collate = Counting()
     first_samples(SimpleNamespace(dataset=[1, 2], collate_fn=collate), 1)
-    assert collate.calls == 1 and collate.python is None
+    assert collate.calls == 0 and collate.python is None
 
 
 def test_a_probe_does_not_touch_gpus_that_are_not_in_use(monkeypatch):

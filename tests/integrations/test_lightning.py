@@ -91,7 +91,7 @@ def test_it_prepares_measures_and_logs(tmp_path):
         assert float(row["wellcond/kappa_q_worst"]) == pytest.approx(max(p.kappa_q for p in points))
         assert float(row["wellcond/0.attn/kappa_v_worst"]) <= 2.0001 and row["wellcond/entropy"]
     with open(f"{trainer.log_dir}/wellcond.jsonl") as file:
-        run = callback.watch.tracker.run
+        run = callback.tracker.run
         assert [json.loads(line) for line in file] == [p.to_json_dict() | run for p in callback.points]
     assert run["version"] == wc.__version__ and run["input"].startswith("float32 (1, 5, 12), sha256 ")
 

@@ -86,7 +86,7 @@ def test_numbers_reach_history_reporters_and_file(name, tmp_path):
         assert logs[f"wellcond/{points[0].layer}/kappa_v_worst"] == max(p.kappa_v for p in first)
         assert all(np.isfinite(value) for value in logs.values())
     lines = [json.loads(line) for line in (tmp_path / "wellcond.jsonl").read_text().splitlines()]
-    run = callback.watch.tracker.run
+    run = callback.tracker.run
     assert lines == [p.to_json_dict() | run for p in callback.points]
     assert run["model"].startswith(type(trainer.model).__name__) and run["version"] == wc.__version__
 
@@ -314,4 +314,4 @@ def test_an_encoder_decoder_is_measured_with_what_its_labels_give_the_decoder(fa
     trainer.train()
     assert {p.step for p in callback.points} == {0, 1} and len({p.layer for p in callback.points}) == 3
     shifted = model.prepare_decoder_input_ids_from_labels(labels=tokens[:1, :4])
-    assert torch.equal(callback.watch.tracker.batch["decoder_input_ids"], shifted)
+    assert torch.equal(callback.tracker.batch["decoder_input_ids"], shifted)

@@ -152,7 +152,7 @@ def test_resuming_equals_not_stopping(name, condition, tmp_path):
     assert {p.step for p in later.points} == {4}
     lines = [json.loads(line) for line in (cut / "wellcond.jsonl").read_text().splitlines()]
     points = [p.to_json_dict() | {"seconds": 0} for p in callback.points]
-    assert [row | {"seconds": 0} for row in lines] == [point | later.watch.tracker.run for point in points]
+    assert [row | {"seconds": 0} for row in lines] == [point | later.tracker.run for point in points]
 
 
 @pytest.mark.parametrize("other", [None, "polar"])

@@ -8,7 +8,7 @@ order rows are read. Those of wellcond itself are proven by contract tests, othe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -145,6 +145,7 @@ def scan_attention(model: nn.Module) -> Scan:
             continue  # a part of an attention that is already described
         place = ModuleContext(name, module, model)
         registered = _registered_name(module)
+        found: Sequence[AttentionSite | None]
         try:
             if registered is not None:
                 found = [_described(place, registered)]

@@ -133,7 +133,8 @@ def _wrapped(model: nn.Module | None) -> Iterator[nn.Module]:
     while model is not None:
         yield model
         is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-        model = model.module if is_ddp else getattr(model, "_orig_mod", None)
+        inner: nn.Module | None = model.module if is_ddp else getattr(model, "_orig_mod", None)
+        model = inner
 
 
 def unwrap(model: nn.Module) -> nn.Module:

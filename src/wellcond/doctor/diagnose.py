@@ -1,27 +1,40 @@
-"""The verb `diagnose`."""
+"""The verb `diagnose`: what one forward pass shows of every attention layer, and where numbers are not finite."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from wellcond.arguments import check_batch, check_flag
+from wellcond.attention.blocks import Block
 from wellcond.attention.checks import Chosen, check_readable, choose_sites
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention, scan_attention
-from wellcond.attention.sharding import unwrap
+from wellcond.attention.kernels import ADDED_FLOOR, is_masked
+from wellcond.attention.record import Field, ForwardRecord, SiteRecord, by_head, record, root_mean_square
+from wellcond.attention.sharding import full_tensor, to_local, unwrap
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.methods import per_projection
-from wellcond.doctor.examine import examine, is_fresh
-from wellcond.doctor.records import Diagnosis, LayerFacts
-from wellcond.doctor.rules import Case, judge
+from wellcond.doctor.records import MOST_TOKENS, THRESHOLDS, Diagnosis, LayerFacts, NotFinite, TokenFacts
+from wellcond.doctor.rules import judge
 from wellcond.errors import DiagnosisError
+from wellcond.init.tokens import embedding_layers, embedding_spread, position_tables
+from wellcond.jacobian.diagnosis import map_statistics
+from wellcond.linalg.spectrum import spectrum
 from wellcond.measurement.measure import measure
 from wellcond.measurement.run import run_facts
+
+FIELDS: tuple[Field, ...] = ("tokens", "logits", "probabilities", "spread", "output", "stream")
+MOST_SAMPLES = 2
+"""Of which the condition number of the tokens is computed; it costs the cube of their number."""
+SINGLE_PRECISION = 1e-6
+"""Singular values below this, relative to the largest, are rounding of float32 tokens."""
+PROBES = 8
 
 
 def diagnose(
@@ -71,56 +84,354 @@ def diagnose(
         check_flag("trained", trained)
     if any(parameter.is_meta for parameter in inner.parameters()):
         raise DiagnosisError("expected a model with values, found one on the meta device; materialise it first")
-    chosen, refusals = _found(inner) if sites is None else (choose_sites(inner, sites), ())
+    refusals: tuple[str, ...] = ()
+    if sites is None:
+        scan = scan_attention(inner)
+        chosen = scan.sites or find_attention(inner, strict=False)  # which raises what is wrong with the others
+        refusals = tuple(str(refusal) for refusal in scan.refusals)
+    else:
+        chosen = choose_sites(inner, sites)
     check_readable(chosen)
-    examined = examine(inner, batch, chosen)
-    layers = examined.layers
+    layers, tokens, not_finite = examine(inner, batch, chosen)
     if jacobian:
-        layers = _with_jacobians(inner, batch, chosen, layers)
-    fresh = is_fresh(inner) if trained is None else not trained
-    conditioning = conditioning_of(inner)
-    case = Case(
+        report = measure(inner, batch, sites=chosen, kappa="pseudo")
+        worst = {one.name: max((head.mean_kappa() for head in one.heads), default=math.nan) for one in report.layers}
+        layers = tuple(dataclasses.replace(layer, kappa_jacobian=worst.get(layer.name)) for layer in layers)
+    found = Diagnosis(
+        findings=(),
         layers=layers,
-        tokens=examined.tokens,
-        fresh=fresh,
-        whole=sites is None,
-        lam=_lams(conditioning),
-        not_finite=examined.not_finite,
-    )
-    return Diagnosis(
-        findings=judge(case),
-        layers=layers,
-        tokens=examined.tokens,
-        fresh=fresh,
-        not_finite=examined.not_finite,
-        conditioning=conditioning,
+        tokens=tokens,
+        fresh=is_fresh(inner) if trained is None else not trained,
+        not_finite=not_finite,
+        conditioning=conditioning_of(inner),
         not_understood=refusals,
         run=run_facts(inner, batch),
     )
+    return dataclasses.replace(found, findings=judge(found, whole=sites is None))
 
 
-def _found(model: nn.Module) -> tuple[Sequence[AttentionSite], tuple[str, ...]]:
-    """The attention layers of a model, and what is said of those that are not understood.
+def examine(
+    model: nn.Module, batch: Any, sites: Sequence[AttentionSite]
+) -> tuple[tuple[LayerFacts, ...], TokenFacts, NotFinite | None]:
+    """Run the model once, in evaluation mode and without gradients; describe every attention layer and the tokens."""
+    seen: dict[str, dict[str, Any]] = {}
 
-    Raises: as `find_attention`, if none is understood.
+    def keep(one: SiteRecord) -> None:
+        spread = None if one.spread is None else _defined(float(one.spread.mean()))
+        seen[one.site.name] = {"logit_spread": spread} | _of_tokens(one) | _of_map(one)
+
+    layers, watch = embedding_layers(model), FiniteWatch()
+    names = [name for name, _ in layers]
+    found = record(model, batch, sites, FIELDS, each=keep, outputs=names, modules=watch)
+    correction = conditioning_of(model)
+    facts = []
+    for one in found.sites:
+        site = one.site
+        fields = _of_weights(site) | seen.get(site.name, {}) | _shares(site, one.block)
+        if len(fields.get("collapsed_heads", ())) == site.num_heads:
+            fields["logit_spread"] = None  # all keys but one look as if they were masked
+        fields |= _not_seen(one, seen.get(site.name))
+        fields["saturation"] = _saturation(site, correction, fields.get("num_tokens"))
+        facts.append(
+            LayerFacts(
+                name=site.name,
+                kind=site.kind,
+                num_heads=site.num_heads,
+                num_kv_heads=site.num_kv_heads,
+                head_dim=site.head_dim,
+                width=site.in_features,
+                qk_norm=site.qk_norm is not None or site.kind == "cross_covariance",
+                **fields,
+            )
+        )
+    return tuple(facts), _of_embeddings(model, layers, found, sites), _find_not_finite(model, watch)
+
+
+def is_fresh(model: nn.Module) -> bool | None:
+    """Whether no norm was trained: all entries of its gain are equal, and those of its bias.
+
+    None where norms do not show it: none has parameters (OLMo 1, nanochat), or they could not have changed, because
+    they are frozen, or gains of 16 bits, near which small updates round to nothing.
     """
-    scan = scan_attention(model)
-    sites = scan.sites or find_attention(model, strict=False)
-    return sites, tuple(str(refusal) for refusal in scan.refusals)
+    known = None
+    for module in model.modules():
+        if "norm" in type(module).__name__.lower():
+            for parameter in module.parameters(recurse=False):
+                values = full_tensor(parameter).detach().flatten()
+                if values.numel() < 2:
+                    continue
+                if not bool((values == values[0]).all()):
+                    return False
+                coarse = values.dtype in (torch.float16, torch.bfloat16) and float(values[0]) != 0.0
+                if parameter.requires_grad and not coarse:
+                    known = True
+    return known
 
 
-def _lams(conditioning: dict[str, Any] | None) -> tuple[float, float] | None:
-    """Of a correction lam I: for Q and for K."""
-    if conditioning is None or conditioning.get("method") != "identity":
+def _not_seen(one: SiteRecord, seen: dict[str, Any] | None) -> dict[str, Any]:
+    """What the pass did not show of a layer, and why."""
+    if not one.called:
+        return {"called": False, "not_seen": ("not called on this batch",)}
+    if one.why_logits_hidden:
+        return {"not_seen": (f"logits and attention map: {one.why_logits_hidden}",), "logits_hidden": True}
+    if seen is None:
+        return {"not_seen": (f"logits and attention map: {one.not_seen['logits']}",)}
+    if one.site.kind == "softmax" and "collapsed_heads" not in seen:
+        return {"not_seen": ("dead heads: the heads of its attention map could not be separated",)}
+    return {}
+
+
+# Tokens
+
+
+def _of_tokens(one: SiteRecord) -> dict[str, Any]:
+    tokens = one.inputs.get("query", one.argument)
+    if tokens is None:
+        return {}
+    finite = bool(torch.isfinite(tokens).all()) and (one.output is None or bool(torch.isfinite(one.output).all()))
+    rows = as_samples(tokens, one.site)
+    if rows is None:
+        return {"finite": finite}
+    kappas = [_kappa(sample) for sample in rows[:MOST_SAMPLES, :MOST_TOKENS]] if finite else []
+    known = [math.log(kappa) for kappa in kappas if kappa is not None]
+    kappa = math.exp(sum(known) / len(known)) if known else None
+    return {"finite": finite, "num_tokens": rows.shape[1], "kappa_tokens": kappa}
+
+
+def as_samples(tokens: Tensor, site: AttentionSite) -> Tensor | None:
+    """Tokens as (samples or windows, tokens, width); None where it cannot be told."""
+    width = site.in_features
+    if tokens.dim() == 4 and tokens.shape[1] == width and tokens.shape[-1] != width:
+        return tokens.flatten(2).mT  # channels first, before a 1 x 1 convolution
+    if tokens.shape[-1] != width or tokens.dim() < 2:
         return None
-    lams = per_projection(conditioning["lam"])
-    return lams["q"], lams["k"]
+    if tokens.dim() == 2:
+        return tokens[None]
+    if tokens.dim() == 3:
+        return tokens if getattr(site.module, "batch_first", True) else tokens.transpose(0, 1)
+    return tokens.flatten(1, -2)
 
 
-def _with_jacobians(
-    model: nn.Module, batch: Any, sites: Sequence[AttentionSite], layers: tuple[LayerFacts, ...]
-) -> tuple[LayerFacts, ...]:
-    """The worst head of each layer."""
-    report = measure(model, batch, sites=sites, kappa="pseudo")
-    worst = {layer.name: max((head.mean_kappa() for head in layer.heads), default=math.nan) for layer in report.layers}
-    return tuple(dataclasses.replace(layer, kappa_jacobian=worst.get(layer.name)) for layer in layers)
+def _kappa(sample: Tensor) -> float | None:
+    """Over distinct tokens: without positions in them, the same word gives the same token twice."""
+    distinct = torch.unique(sample.detach().float().cpu(), dim=0)
+    found = spectrum(distinct, rtol=SINGLE_PRECISION).pseudo_condition_number if len(distinct) > 1 else math.nan
+    return found if math.isfinite(found) else None
+
+
+def _of_embeddings(
+    model: nn.Module, layers: list[tuple[str, nn.Module]], found: ForwardRecord, sites: Sequence[AttentionSite]
+) -> TokenFacts:
+    spreads = [embedding_spread(found.outputs[name], layer) for name, layer in layers if name in found.outputs]
+    if not spreads:
+        return TokenFacts()
+    spread = math.sqrt(math.fsum(one * one for one in spreads))
+    tables = dict(position_tables(model, sites))
+    size = math.sqrt(math.fsum(root_mean_square(full_tensor(table)) ** 2 for table in tables.values()))
+    first = layers[0][1]
+    return TokenFacts(
+        kind="words" if isinstance(first, nn.Embedding) else "patches",
+        embeddings=tuple(name for name, _ in layers),
+        spread=spread,
+        length=spread * math.sqrt(first.embedding_dim) if isinstance(first, nn.Embedding) else None,
+        positions=tuple(tables),
+        position_ratio=size / spread if tables and spread > 0 else None,
+    )
+
+
+# Attention maps
+
+
+def _of_map(one: SiteRecord) -> dict[str, Any]:
+    """Of the first softmax, where that is one over tokens."""
+    site, seen, probabilities = one.site, one.logits, one.probabilities
+    if site.kind != "softmax" or seen is None or probabilities is None:
+        return {}
+    logits, p = by_head(seen.float(), site.num_heads), by_head(probabilities.float(), site.num_heads)
+    hidden = is_masked(seen, one.mask, depth=math.inf, floor=ADDED_FLOOR)
+    visible = by_head(~hidden, site.num_heads)
+    if logits is None or p is None or visible is None:
+        return {}
+    count = visible.sum(-1)
+    several = count > 1
+    square = p.shape[-1] == p.shape[-2] and not site.cross
+    own = p.diagonal(dim1=-2, dim2=-1) if square else None
+    statistics = map_statistics(p, count.to(p), own)
+    largest = torch.where(count > 0, logits.amax(-1), 0.0).abs().amax()
+    above = p.triu(1).amax() if square and p.shape[-1] > 1 else torch.tensor(math.nan)
+    return {
+        "largest_logit": float(largest),
+        "entropy": _defined(statistics.normalised_entropy),
+        "diagonal_mass": _defined(statistics.diagonal_mass),
+        "causal": bool(above == 0) if square and p.shape[-1] > 1 else None,
+        "collapsed_heads": _collapsed(p, several),
+    }
+
+
+def _collapsed(p: Tensor, several: Tensor) -> tuple[int, ...]:
+    counted = several.sum((0, 2))
+    mass = (p.amax(-1) * several).sum((0, 2)) / counted.clamp_min(1)
+    return tuple(((mass >= THRESHOLDS["dead-heads"]) & (counted > 0)).nonzero().flatten().tolist())
+
+
+def _defined(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+# Weights
+
+
+def _of_weights(site: AttentionSite) -> dict[str, Any]:
+    with torch.no_grad():
+        heads = {role: slot.read().detach().float().cpu() for role, slot in site.slots.items()}
+    q, k, v = (heads[site.roles[role]] for role in ("query", "key", "value"))
+    fields: dict[str, Any] = {}
+    for role, weights in heads.items():
+        slot = site.slots[role]
+        fan_in = slot.rows.numel() if slot.heads_on_input else slot.in_features
+        fields[f"scale_{role}"] = root_mean_square(weights) * math.sqrt(fan_in)
+    return fields | {
+        "causal": site.causal,
+        "zero_heads": _zero(q, k, v, heads.get("o")),
+        "duplicate_heads": _duplicates(q, k, v) if k.shape[2] == q.shape[2] else (),
+        "shared_values": _share_values(v),
+    }
+
+
+def _zero(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None) -> tuple[int, ...]:
+    """Query heads of which both factors of a product are zero."""
+    group_k, group_v = q.shape[0] // k.shape[0], q.shape[0] // v.shape[0]
+    no_q, no_k, no_v = (~heads.flatten(1).any(1) for heads in (q, k, v))
+    zero = no_q & no_k.repeat_interleave(group_k)
+    if o is not None and o.shape[0] == q.shape[0]:
+        zero |= no_v.repeat_interleave(group_v) & ~o.flatten(1).any(1)
+    return tuple(zero.nonzero().flatten().tolist())
+
+
+def _duplicates(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, int], ...]:
+    """Pairs with the same W_Q^T W_K, whatever its factors, and the same W_V: compared on random vectors."""
+    probes = torch.randn(PROBES, q.shape[2], generator=torch.Generator().manual_seed(0))
+    keys = (k @ probes.T).repeat_interleave(q.shape[0] // k.shape[0], 0)
+    values = (v @ probes[:, : v.shape[2]].T).repeat_interleave(q.shape[0] // v.shape[0], 0)
+    alike = torch.minimum(_cosines(q.mT @ keys), _cosines(values)).triu(1)
+    first, second = (alike > THRESHOLDS["duplicate-heads"]).nonzero(as_tuple=True)
+    return tuple(zip(first.tolist(), second.tolist(), strict=True))
+
+
+def _cosines(heads: Tensor) -> Tensor:
+    flat = nn.functional.normalize(heads.flatten(1), dim=1)
+    return flat @ flat.T
+
+
+def _share_values(v: Tensor) -> bool:
+    """Whether the rows of all heads lie in the span of those of the first."""
+    heads, rows, columns = v.shape
+    if heads < 2 or rows >= columns or not bool(v.flatten(1).any(1).all()):
+        return False
+    basis = torch.linalg.qr(v[0].mT).Q  # (columns, rows)
+    outside = (v - (v @ basis) @ basis.mT).flatten(1).norm(dim=1) / v.flatten(1).norm(dim=1)
+    return float(outside.max()) <= THRESHOLDS["shared-values"]
+
+
+# Blocks and corrections
+
+
+def _shares(site: AttentionSite, block: Block | None) -> dict[str, Any]:
+    if block is None:
+        return {}
+    fields: dict[str, Any] = {"scales_itself": block.scales_itself}
+    if block.stream is not None and bool(block.stream):
+        stream, added = float(block.stream), block.attention.get(site.name)
+        fields["attention_share"] = None if added is None else _defined(float(added) / stream)
+        fields["mlp_share"] = None if block.mlp_added is None else _defined(float(block.mlp_added) / stream)
+    return fields
+
+
+def _saturation(site: AttentionSite, correction: dict[str, Any] | None, num_tokens: int | None) -> float | None:
+    """How far lam I on Q and K raises a token's own logit, s lam_q lam_k d, relative to ln N + 5."""
+    if correction is None or correction.get("method") != "identity" or num_tokens is None or site.scale is None:
+        return None
+    if site.kind != "softmax" or site.qk_norm is not None or site.cross:
+        return None
+    if not (site.q.is_corrected and site.k.is_corrected):
+        return None
+    lams = per_projection(correction["lam"])
+    gap = site.scale * lams["q"] * lams["k"] * min(site.head_dim, site.in_features)
+    return _defined(gap / (math.log(num_tokens) + 5))
+
+
+# Numbers that are not finite
+
+
+class FiniteWatch:
+    """The first places of a forward pass where numbers are not finite; empty text where all are.
+
+    It is the `modules` of `wellcond.attention.record.record`.
+    Minus infinity does not count: masks hold it, and where it is no mask, NaN follows.
+    """
+
+    batch = ""
+    activations = ""
+
+    def entered(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look at what a module is called with."""
+        if self.activations:
+            return
+        found = _first_bad({"argument": args, **kwargs})
+        if name:
+            self.activations = found and f"what reaches {name} ({type(module).__name__}) has {found}"
+        else:
+            self.batch = self.batch or found
+
+    def left(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+        """Look at what a module puts out."""
+        if not self.activations:
+            found = _first_bad({"output": output})
+            self.activations = found and f"{name or 'the model'} ({type(module).__name__}) puts out {found}"
+
+
+def _find_not_finite(model: nn.Module, watch: FiniteWatch) -> NotFinite | None:
+    """What is not finite, by cause; None if nothing is, or nothing but arguments that the model makes no use of."""
+    found = NotFinite(batch=watch.batch, weights=_in_weights(model), activations=watch.activations)
+    return found if found.weights or found.activations else None
+
+
+def _in_weights(model: nn.Module) -> str:
+    """The first parameter with NaN or infinity, or buffer with NaN: buffers may be masks."""
+    for name, parameter in model.named_parameters():
+        values = to_local(parameter.detach())
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            return _describe(values, ~values.isfinite(), name)
+    for name, buffer in model.named_buffers():
+        values = to_local(buffer)
+        if values.is_floating_point() and bool(values.isnan().any()):
+            return _describe(values, values.isnan(), name)
+    return ""
+
+
+def _first_bad(values: Any) -> str:
+    for path, tensor in _tensors_in(values):
+        bad = tensor.isnan() | tensor.isposinf()
+        if bool(bad.any()):
+            return _describe(tensor, bad, path)
+    return ""
+
+
+def _describe(tensor: Tensor, bad: Tensor, path: str) -> str:
+    at = bad.nonzero()[0].tolist()
+    value = "NaN" if bool(tensor[tuple(at)].isnan()) else "infinity"
+    rest = f"the first of {int(bad.sum()):,} such entries of {tensor.numel():,}"
+    return f"{value} at {path}{at if at else ''}, {rest}"
+
+
+def _tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Tensors of floating-point numbers in nested tuples, lists and mappings, with the way to each."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and not value.is_meta:
+            yield path, to_local(value.detach())
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _tensors_in(part, f"{path}[{key!r}]" if path else str(key))
+    elif isinstance(value, (tuple, list)):
+        for index, part in enumerate(value):
+            yield from _tensors_in(part, f"{path}[{index}]" if path != "argument" else f"argument {index}")

@@ -37,6 +37,8 @@ THRESHOLDS = {
     "shared-values": 0.01,
 }
 """From where on a number is a finding, by its kind; docs/doctor.md says of what each limit is, and why it is there."""
+MOST_TOKENS = 256
+"""Of a sample, of which the condition number of the tokens is computed."""
 
 
 def count(number: int, what: str) -> str:
@@ -185,12 +187,10 @@ class Diagnosis:
     schema: int = SCHEMA
 
     def __repr__(self) -> str:
-        """One line."""
         kinds = ", ".join(f"{finding.kind} ({finding.severity})" for finding in self.findings)
         return f"Diagnosis({count(len(self.layers), 'attention layer')}, {kinds or 'nothing to fix'})"
 
     def __str__(self) -> str:
-        """The same as `to_text()`."""
         return self.to_text()
 
     def to_text(self, *, width: int = 100) -> str:

@@ -12,17 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from wellcond.attention.record import HOW_TO_SEE
-from wellcond.doctor.examine import MOST_TOKENS
-from wellcond.doctor.records import (
-    SEVERITIES,
-    THRESHOLDS,
-    Finding,
-    LayerFacts,
-    NotFinite,
-    Severity,
-    TokenFacts,
-    count,
-)
+from wellcond.conditioning.methods import per_projection
+from wellcond.doctor.records import MOST_TOKENS, SEVERITIES, THRESHOLDS, Diagnosis, Finding, LayerFacts, Severity, count
 from wellcond.init import recommended
 
 NO_RECORD = "None of our records is about this line.", ""
@@ -38,22 +29,21 @@ EXPLAINS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What was found out about a model, and the lines of code that would fix it."""
+    """A model without findings yet, and the lines of code that would fix it."""
 
-    layers: Sequence[LayerFacts]
-    tokens: TokenFacts
-    fresh: bool | None
-    """Whether the model is untrained; None if that cannot be known."""
-    whole: bool = True
-    """Whether `layers` are all attention layers of the model."""
-    lam: tuple[float, float] | None = None
-    """Factors of the correction lam I for Q and for K, if the model has one."""
-    not_finite: NotFinite | None = None
+    found: Diagnosis
+    whole: bool
+    """Whether the layers are all attention layers of the model."""
+
+    @property
+    def layers(self) -> Sequence[LayerFacts]:
+        """The attention layers."""
+        return self.found.layers
 
     @property
     def has_tokens_to_scale(self) -> bool:
         """Whether there are words or learned positions to scale; True unless it is known that there are none."""
-        return self.tokens.kind != "patches" or bool(self.tokens.positions)
+        return self.found.tokens.kind != "patches" or bool(self.found.tokens.positions)
 
     @property
     def evidence(self) -> tuple[str, str]:
@@ -110,12 +100,17 @@ def _tower(name: str) -> str:
 
 
 def _with(line: str, options: str) -> str:
-    """A call with further options."""
     return f"{line.removesuffix(')')}{options})"
 
 
-def judge(case: Case) -> tuple[Finding, ...]:
-    """Findings by severity, without those that follow from another one."""
+def judge(diagnosis: Diagnosis, *, whole: bool) -> tuple[Finding, ...]:
+    """Findings by severity, without those that follow from another one.
+
+    Args:
+        diagnosis: without findings.
+        whole: whether its layers are all attention layers of the model.
+    """
+    case = Case(diagnosis, whole)
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
     explained = {kind for finding in found for kind in EXPLAINS.get(finding.kind, "").split()}
     order = list(SEVERITIES)
@@ -149,7 +144,6 @@ def _finding(
 
 
 def _title(layer: LayerFacts) -> str:
-    """Its name; an attention layer that is the whole model has none."""
     return layer.name or "the attention layer"
 
 
@@ -159,15 +153,17 @@ def _some(layers: Sequence[LayerFacts]) -> str:
     return _title(layers[0]) + (f" and {count(rest, 'more attention layer')}" if rest else "")
 
 
-def _above(layers: Sequence[LayerFacts], number: Callable[[LayerFacts], float | None], kind: str) -> list[LayerFacts]:
-    """Layers whose number exceeds a threshold, the worst first."""
-    limit = THRESHOLDS[kind]
-    found = [(value, layer) for layer in layers if (value := number(layer)) is not None and value > limit]
-    return [layer for _, layer in sorted(found, key=lambda pair: -pair[0])]
+def _above(
+    layers: Sequence[LayerFacts], number: Callable[[LayerFacts], float | None], kind: str
+) -> tuple[list[LayerFacts], float]:
+    """Layers whose number exceeds a threshold, the worst first, and its number."""
+    found = [(value, layer) for layer in layers if (value := number(layer)) is not None and value > THRESHOLDS[kind]]
+    found.sort(key=lambda pair: -pair[0])
+    return [layer for _, layer in found], found[0][0] if found else math.nan
 
 
 def _not_finite(case: Case) -> Finding | None:
-    found = case.not_finite
+    found = case.found.not_finite
     if found is None:
         return None
     bad = [layer for layer in case.layers if not layer.finite]
@@ -192,14 +188,12 @@ def _not_finite(case: Case) -> Finding | None:
 
 
 def _lambda(case: Case) -> Finding | None:
-    bad = _above(case.layers, lambda layer: layer.saturation, "lambda")
-    if not bad:
+    bad, worst = _above(case.layers, lambda layer: layer.saturation, "lambda")
+    if not bad or case.found.conditioning is None:
         return None
-    worst, tokens = bad[0].saturation, bad[0].num_tokens
-    assert worst is not None and tokens is not None
-    gap = worst * (math.log(tokens) + 5)
-    product = math.prod(case.lam) if case.lam is not None else 1.0
-    gentle = min(1.0, float(f"{math.sqrt(product / worst / 2):.2g}"))
+    lams = per_projection(case.found.conditioning["lam"])
+    gentle = min(1.0, float(f"{math.sqrt(lams['q'] * lams['k'] / worst / 2):.2g}"))
+    gap = worst * (math.log(bad[0].num_tokens or 1) + 5)
     verdict = (
         f"The correction lam I raises each token's logit with itself by about {gap:.0f} ({_some(bad)}), so that it "
         "sees little but itself and W_Q, W_K hardly learn."
@@ -221,29 +215,29 @@ def _dead_heads(case: Case) -> Finding | None:
         f"{count(heads, 'head')} of {_some(bad)} {'is' if heads == 1 else 'are'} dead: {why}, and W_Q, W_K get no "
         "gradient."
     )
-    severity: Severity = "fault" if case.fresh or all_dead else "warning"
+    severity: Severity = "fault" if case.found.fresh or all_dead else "warning"
     remedy, evidence = _redraw(case, bad, "of before they died, with a lower learning rate for W_Q and W_K")
     return _finding(case, "dead-heads", severity, verdict, bad, float(heads), remedy, evidence)
 
 
 def _redraw(case: Case, bad: Sequence[LayerFacts], which: str) -> tuple[str, tuple[str, str]]:
     """Remedy and evidence for heads that are of no use: they are drawn again only if the model is untrained."""
-    if case.fresh:
+    if case.found.fresh:
         return case.initialise(bad, redraw=True), case.evidence
     return f"model.load_state_dict(checkpoint)  # one {which}", NO_RECORD
 
 
 def _positions(case: Case) -> Finding | None:
-    ratio = case.tokens.position_ratio
-    if not case.fresh or ratio is None or not ratio < THRESHOLDS["positions"]:
+    ratio = case.found.tokens.position_ratio
+    if not case.found.fresh or ratio is None or not ratio < THRESHOLDS["positions"]:
         return None
     remedy = case.initialise()
     if ratio == 0:
-        name, std = case.tokens.positions[0], case.tokens.spread
+        name, std = case.found.tokens.positions[0], case.found.tokens.spread
         remedy = f'torch.nn.init.normal_(model.get_parameter("{name}"), std={std:.2g}); {remedy}'
     verdict = (
-        f"Position embeddings have {ratio:.2g} of the size of the {case.tokens.kind} they are added to, so that tokens "
-        f"hardly know where they are{_about_tokens(case.layers[0])}."
+        f"Position embeddings have {ratio:.2g} of the size of the {case.found.tokens.kind} they are added to, so that "
+        f"tokens hardly know where they are{_about_tokens(case.layers[0])}."
     )
     return _finding(case, "positions", "warning", verdict, [], ratio, remedy)
 
@@ -259,8 +253,8 @@ def _about_tokens(layer: LayerFacts) -> str:
 
 
 def _words(case: Case) -> Finding | None:
-    length = case.tokens.length
-    if not case.fresh or not length or length >= THRESHOLDS["words"]:
+    length = case.found.tokens.length
+    if not case.found.fresh or not length or length >= THRESHOLDS["words"]:
         return None
     verdict = (
         f"Word embeddings are short for this width: length {length:.2g} (0.55 in GPT-2 small), so that what the blocks "
@@ -274,11 +268,9 @@ def _value_scale(case: Case) -> Finding | None:
         heard = not layer.scales_itself and _own_share(layer) >= THRESHOLDS["value-share"]
         return layer.scale_v if layer.causal and heard else None
 
-    bad = _above(case.layers, value, "value-scale") if case.fresh else []
-    if not bad:
+    bad, worst = _above(case.layers, value, "value-scale")
+    if not bad or not case.found.fresh:
         return None
-    worst = bad[0].scale_v
-    assert worst is not None
     verdict = (
         f"W_V is at scale {worst:.2g} under a causal mask ({_some(bad)}): an average of the past outweighs the token "
         "it is added to."
@@ -303,11 +295,9 @@ def _stream(case: Case) -> Finding | None:
         parts = [share for share in (layer.attention_share, layer.mlp_share) if share is not None]
         return math.hypot(*parts) if parts and not layer.scales_itself else None
 
-    bad = _above(case.layers, added, "stream") if case.fresh else []
-    if not bad:
+    bad, worst = _above(case.layers, added, "stream")
+    if not bad or not case.found.fresh:
         return None
-    worst = added(bad[0])
-    assert worst is not None
     verdict = (
         f"Attention and MLP add up to {worst:.2g} times what their block receives (at {_some(bad)}): little is left "
         "of the tokens themselves."
@@ -319,11 +309,9 @@ def _logits(case: Case) -> Finding | None:
     def spread(layer: LayerFacts) -> float | None:
         return None if layer.qk_norm else layer.logit_spread  # a norm's own gain decides, not W_Q and W_K
 
-    bad = _above(case.layers, spread, "logits") if case.fresh else []
-    if not bad:
+    bad, worst = _above(case.layers, spread, "logits")
+    if not bad or not case.found.fresh:
         return None
-    worst = bad[0].logit_spread
-    assert worst is not None
     verdict = (
         f"Logits have a standard deviation of {worst:.2g} ({_some(bad)}): the softmax is nearly a choice of one key, "
         "and W_Q, W_K get little gradient."
@@ -333,11 +321,9 @@ def _logits(case: Case) -> Finding | None:
 
 
 def _precision(case: Case) -> Finding | None:
-    bad = _above(case.layers, lambda layer: layer.largest_logit, "precision")
+    bad, worst = _above(case.layers, lambda layer: layer.largest_logit, "precision")
     if not bad:
         return None
-    worst = bad[0].largest_logit
-    assert worst is not None
     spacing = 2.0 ** (math.floor(math.log2(worst)) - 7)
     overflow = ", and float16 overflows" if worst > 65504 else ""
     verdict = (
@@ -345,7 +331,7 @@ def _precision(case: Case) -> Finding | None:
         "bits the softmax is rounded away."
     )
     remedy = 'with torch.autocast("cuda", enabled=False): ...  # around the attention; and a lower rate for Q and K'
-    if case.fresh and not any(layer.qk_norm for layer in bad):
+    if case.found.fresh and not any(layer.qk_norm for layer in bad):
         remedy = case.initialise(bad)
     return _finding(case, "precision", "warning", verdict, bad, worst, remedy, recommended.RECORDED["precision"])
 
@@ -360,7 +346,7 @@ def _projection_scale(case: Case) -> Finding | None:
         known = [scale for scale in scales if scale]
         return min(known) if known and not layer.causal else math.inf
 
-    if not case.fresh or case.tokens.kind == "words":
+    if not case.found.fresh or case.found.tokens.kind == "words":
         return None
     bad = [layer for layer in case.layers if smallest(layer) < THRESHOLDS["projection-scale"]]
     if not bad:
@@ -398,7 +384,7 @@ def _duplicate_heads(case: Case) -> Finding | None:
 
 def _shared_values(case: Case) -> Finding | None:
     bad = [layer for layer in case.layers if layer.shared_values]
-    if not case.fresh or not bad:
+    if not case.found.fresh or not bad:
         return None
     rank = bad[0].head_dim
     verdict = (

@@ -24,7 +24,7 @@ from wellcond.conditioning.methods import make_method
 from wellcond.errors import UnknownChoiceError
 from wellcond.files import write_atomically
 from wellcond.init.apply import check_options, init_, takes_batch
-from wellcond.measurement.budget import TrackingOptions
+from wellcond.measurement.budget import Name, TrackingOptions
 from wellcond.measurement.records import JACOBIAN_NUMBERS, geometric_mean
 from wellcond.measurement.tracker import ConditionTracker, TrackPoint
 from wellcond.registry import CORRECTIONS, INITIALISATIONS
@@ -132,17 +132,8 @@ def check_batch(batch: Any) -> None:
 
 
 @contextlib.contextmanager
-def preserve_rng_state(collate: Any = None) -> Iterator[None]:
-    """Restore the random states of Python, NumPy, torch and a collator's own generators on exit.
-
-    A generator that the collator makes meanwhile is forgotten, so that it makes the same one again.
-    """
+def _preserved_rng_state() -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
-    # Trainer wraps a collator that is given to it.
-    holders = [held for held in (collate, getattr(collate, "data_collator", None)) if hasattr(held, "__dict__")]
-    before = [dict(vars(held)) for held in holders]
-    generators = [value for held in before for value in held.values() if isinstance(value, GENERATORS)]
-    states = [copy.deepcopy(_state(generator)) for generator in generators]
     device = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=device):
@@ -150,34 +141,18 @@ def preserve_rng_state(collate: Any = None) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        for held, then in zip(holders, before, strict=True):
-            for name, value in list(vars(held).items()):
-                if isinstance(value, GENERATORS) and value is not then.get(name):
-                    _restore(held, name, then)
-        for generator, state in zip(generators, states, strict=True):
-            _set_state(generator, state)
 
 
-def _restore(held: Any, name: str, then: dict[str, Any]) -> None:
-    if name in then:
-        vars(held)[name] = then[name]
-    else:
-        del vars(held)[name]
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+def _with_own_generators(collate: Any) -> Any:
+    """A copy of a collator that draws from copies of its generators; a function is returned as it is."""
+    twin = copy.copy(collate)
+    if twin is not collate and hasattr(twin, "__dict__"):
+        for name, value in vars(twin).items():
+            if isinstance(value, GENERATORS):
+                setattr(twin, name, copy.deepcopy(value))
+            elif name == "data_collator":  # Trainer wraps a collator that is given to it
+                setattr(twin, name, _with_own_generators(value))
+    return twin
 
 
 def first_samples(loader: Any, count: int) -> Any:
@@ -191,8 +166,9 @@ def first_samples(loader: Any, count: int) -> Any:
             "batch: expected one to measure with, since the training data cannot be read by sample number "
             f"(found {type(dataset).__name__}); give batch=..., what the model is called with"
         )
-    with preserve_rng_state(loader.collate_fn):
-        return loader.collate_fn([dataset[i] for i in range(min(count, len(dataset)))])
+    with _preserved_rng_state():
+        collate = _with_own_generators(loader.collate_fn)
+        return collate([dataset[i] for i in range(min(count, len(dataset)))])
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -216,88 +192,6 @@ def without_labels(batch: Mapping[str, Any], names: Iterable[str] = ()) -> dict[
 # -- measuring and summing up
 
 
-class Watch:
-    """A `ConditionTracker` whose points become a few numbers for a logger and lines of a file.
-
-    Args:
-        model: what is measured.
-        batch: what it is called with.
-        file: where every point is added as a line of JSON; None for no file.
-        per_layer: summaries of each layer as well as of the model.
-        first_step: steps trained before. Lines of later steps, from a run that was cut off, are removed.
-        begun: when the caller began to prepare for measuring, by `time.perf_counter`: that counts as measuring.
-        **options: of `ConditionTracker`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        *,
-        file: Path | None,
-        per_layer: bool = False,
-        first_step: int = 0,
-        begun: float | None = None,
-        **options: Any,
-    ) -> None:
-        """Measure step 0, if it is due and training starts there."""
-        begun = time.perf_counter() if begun is None else begun
-        self.file, self.per_layer = file, per_layer
-        self.latest: dict[tuple[str, int], dict[str, float]] = {}
-        self.unlogged = self.unlogged_jacobian = False
-        if file is not None:
-            _keep_lines_until(file, first_step)
-        self.tracker = ConditionTracker(model, batch, first_step=first_step, **options)
-        self._take(self.tracker.points)
-        self.tracker.charge(time.perf_counter() - begun - self.tracker.allowance.spent)  # what it has not counted
-
-    def step(self) -> list[TrackPoint]:
-        """Call after every step of the optimiser; what was measured now."""
-        points = self.tracker.step()
-        self._take(points)
-        return points
-
-    def close(self) -> list[TrackPoint]:
-        """Call after the last step: measures it, and says how much the budget allowed."""
-        points = self.tracker.close()
-        self._take(points)
-        return points
-
-    def _take(self, points: list[TrackPoint]) -> None:
-        if not points:
-            return
-        self.unlogged = True
-        self.unlogged_jacobian |= any(point.condition_number is not None for point in points)
-        for point in points:
-            values = {field: getattr(point, field) for field in FIELDS}
-            # A head measured without its Jacobian keeps the Jacobian of last time.
-            known = {field: value for field, value in values.items() if value is not None}
-            self.latest.setdefault((point.layer, point.head), {}).update(known)
-        if self.file is not None:
-            with open(self.file, "a", encoding="utf-8") as out:
-                out.writelines(point.to_line(self.tracker.run) + "\n" for point in points)
-
-    def new_summary(self) -> dict[str, float]:
-        """The latest numbers of all heads, if some are new; those of Jacobians only where one of these is."""
-        if not self.unlogged:
-            return {}
-        left_out = () if self.unlogged_jacobian else JACOBIAN_NUMBERS
-        self.unlogged = self.unlogged_jacobian = False
-        groups: dict[str, list[dict[str, float]]] = {"wellcond/": []}
-        for (layer, _), numbers in self.latest.items():
-            shown = {field: value for field, value in numbers.items() if field not in left_out}
-            groups["wellcond/"].append(shown)
-            if self.per_layer:
-                groups.setdefault(f"wellcond/{layer}/", []).append(shown)
-        summary: dict[str, float] = {}
-        for prefix, heads in groups.items():
-            summary |= _summarise_all(prefix, heads)
-        summary["wellcond/seconds"] = self.tracker.allowance.spent
-        if math.isfinite(self.tracker.overhead):  # something was trained
-            summary["wellcond/overhead"] = self.tracker.overhead
-        return summary
-
-
 def summarise(prefix: str, heads: list[dict[str, Any]], summaries: Summaries) -> dict[str, float]:
     """Numbers of heads summed up, each under its name; loggers want finite ones, so others are left out."""
     found = {}
@@ -306,14 +200,6 @@ def summarise(prefix: str, heads: list[dict[str, Any]], summaries: Summaries) ->
         finite = [value for value in known if math.isfinite(value)]
         if finite:
             found[prefix + name] = float(sum_up(finite))
-    return found
-
-
-def _summarise_all(prefix: str, heads: list[dict[str, float]]) -> dict[str, float]:
-    found = summarise(prefix, heads, SUMMARIES)
-    measured = [numbers["condition_number"] for numbers in heads if "condition_number" in numbers]
-    if measured:
-        found[prefix + "heads_without_finite_kappa"] = float(sum(not math.isfinite(value) for value in measured))
     return found
 
 
@@ -333,7 +219,7 @@ def _keep_lines_until(file: Path, step: int) -> None:
 
 
 class Measuring:
-    """What callbacks of different trainers share: options that are checked at once, and the `Watch` of a training.
+    """What callbacks of different trainers share: a `ConditionTracker`, numbers for loggers, and lines of a file.
 
     Args:
         batch: what the model is called with to measure it; None for the first samples of the training data.
@@ -344,10 +230,11 @@ class Measuring:
     Raises: UnknownChoiceError, ValueError: an option that does not exist, or a value that makes no sense.
     """
 
-    watch: Watch | None = None
+    tracker: ConditionTracker | None = None
+    restored: Mapping[Name, dict[str, float]] = {}
+    """The latest numbers of every head in the checkpoint from which training resumes."""
 
     def __init__(self, batch: Any, per_layer: bool, options: Mapping[str, Any], **switches: Any) -> None:
-        """Check the options."""
         check_batch(batch)
         known = [field.name for field in dataclasses.fields(TrackingOptions)]
         for name in options:
@@ -362,23 +249,76 @@ class Measuring:
     @property
     def points(self) -> list[TrackPoint]:
         """Everything measured since training began or resumed."""
-        return [] if self.watch is None else self.watch.tracker.points
+        return [] if self.tracker is None else self.tracker.points
 
     @property
     def logs_when_measured(self) -> bool:
         """Whether numbers are logged at once: what the budget alone decides waits until the trainer logs."""
         return self.options.get("every", "auto") != "auto"
 
-    def begin(self, model: nn.Module, probe: Callable[[], Any], folder: Path | None, first_step: int) -> Watch:
-        """Begin to measure a model; `folder` is that of ``wellcond.jsonl``, None on all ranks but the first."""
+    def begin(self, model: nn.Module, probe: Callable[[], Any], folder: Path | None, first_step: int) -> None:
+        """Measure step 0 of a model, if it is due and training starts there.
+
+        Args:
+            model: what is measured.
+            probe: returns what it is called with; the time that takes counts as measuring.
+            folder: of ``wellcond.jsonl``, where every point is a line of JSON; None on all ranks but the first.
+            first_step: steps trained before. Lines of later steps, from a run that was cut off, are removed.
+        """
         begun = time.perf_counter()
-        self.watch = Watch(
-            model,
-            probe(),
-            file=None if folder is None else folder / "wellcond.jsonl",
-            per_layer=self.per_layer,
-            first_step=first_step,
-            begun=begun,
-            **self.options,
-        )
-        return self.watch
+        self.file = None if folder is None else folder / "wellcond.jsonl"
+        self.latest = dict(self.restored)
+        self.unlogged = self.unlogged_jacobian = False
+        if self.file is not None:
+            _keep_lines_until(self.file, first_step)
+        self.tracker = ConditionTracker(model, probe(), first_step=first_step, **self.options)
+        self._take(self.tracker.points)
+        self.tracker.charge(time.perf_counter() - begun - self.tracker.allowance.spent)  # what it has not counted
+
+    def measure_step(self) -> None:
+        """Call after every step of the optimiser."""
+        assert self.tracker is not None
+        self._take(self.tracker.step())
+
+    def measure_last(self) -> None:
+        """Call after the last step: measures it, and logs how much the budget allowed."""
+        assert self.tracker is not None
+        self._take(self.tracker.close())
+
+    def _take(self, points: list[TrackPoint]) -> None:
+        if self.tracker is None or not points:
+            return
+        self.unlogged = True
+        self.unlogged_jacobian |= any(point.condition_number is not None for point in points)
+        for point in points:
+            values = {field: getattr(point, field) for field in FIELDS}
+            # A head measured without its Jacobian keeps the Jacobian of last time.
+            known = {field: value for field, value in values.items() if value is not None}
+            self.latest[point.layer, point.head] = self.latest.get((point.layer, point.head), {}) | known
+        if self.file is not None:
+            with open(self.file, "a", encoding="utf-8") as out:
+                out.writelines(point.to_line(self.tracker.run) + "\n" for point in points)
+
+    def new_summary(self) -> dict[str, float]:
+        """The latest numbers of all heads, if some are new; those of Jacobians only where one of these is."""
+        if self.tracker is None or not self.unlogged:
+            return {}
+        left_out = () if self.unlogged_jacobian else JACOBIAN_NUMBERS
+        self.unlogged = self.unlogged_jacobian = False
+        groups: dict[str, list[dict[str, float]]] = {"wellcond/": []}
+        for (layer, _), numbers in self.latest.items():
+            shown = {field: value for field, value in numbers.items() if field not in left_out}
+            groups["wellcond/"].append(shown)
+            if self.per_layer:
+                groups.setdefault(f"wellcond/{layer}/", []).append(shown)
+        summary: dict[str, float] = {}
+        for prefix, heads in groups.items():
+            summary |= summarise(prefix, heads, SUMMARIES)
+            measured = [numbers["condition_number"] for numbers in heads if "condition_number" in numbers]
+            if measured:
+                infinite = sum(not math.isfinite(value) for value in measured)
+                summary[prefix + "heads_without_finite_kappa"] = float(infinite)
+        summary["wellcond/seconds"] = self.tracker.allowance.spent
+        if math.isfinite(self.tracker.overhead):  # something was trained
+            summary["wellcond/overhead"] = self.tracker.overhead
+        return summary

@@ -81,7 +81,6 @@ class WellcondCallback(Measuring, pl.Callback):
         export: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        """Check the choices and options."""
         super().__init__(batch, per_layer, options, measure=measure)
         check_choices(init, condition, batch)
         if not isinstance(network, str):
@@ -90,7 +89,6 @@ class WellcondCallback(Measuring, pl.Callback):
             raise ValueError(f"export: expected a file named *.safetensors, got {str(export)!r}")
         self.init, self.condition, self.network = init, condition, network
         self.measure, self.export = measure, export
-        self._latest: dict[tuple[str, int], dict[str, float]] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepare the network, once, and let its checkpoints hold effective weights."""
@@ -131,8 +129,7 @@ class WellcondCallback(Measuring, pl.Callback):
             return
         network, folder = self._network(pl_module), Path(trainer.log_dir or trainer.default_root_dir)
         folder_of_rank = folder if trainer.is_global_zero else None
-        watch = self.begin(network, lambda: self._probe(trainer, pl_module), folder_of_rank, trainer.global_step)
-        watch.latest = self._latest | watch.latest
+        self.begin(network, lambda: self._probe(trainer, pl_module), folder_of_rank, trainer.global_step)
         self._log(trainer)
 
     def _probe(self, trainer: Any, pl_module: Any) -> Any:
@@ -153,25 +150,24 @@ class WellcondCallback(Measuring, pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Measure what is due after a step of the optimiser."""
-        if self.watch is None or trainer.global_step == self.watch.tracker.num_steps:
+        if self.tracker is None or trainer.global_step == self.tracker.num_steps:
             return  # gradients are still being accumulated
         # Lightning counts the steps of all optimisers; numbers, log and resuming go by its count.
-        self.watch.tracker.num_steps = trainer.global_step - 1
-        self.watch.step()
+        self.tracker.num_steps = trainer.global_step - 1
+        self.measure_step()
         if trainer.global_step % trainer.log_every_n_steps == 0 or self.logs_when_measured:
             self._log(trainer)
 
     def _log(self, trainer: Any) -> None:
-        assert self.watch is not None
-        numbers = self.watch.new_summary()
+        numbers = self.new_summary()
         if numbers:
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure the last step, and log what is left."""
-        if self.watch is not None:
-            self.watch.close()
+        if self.tracker is not None:
+            self.measure_last()
             self._log(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -181,12 +177,12 @@ class WellcondCallback(Measuring, pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The latest numbers of every head, so that summaries after resuming are of all heads."""
-        latest = self._latest if self.watch is None else self.watch.latest
+        latest = self.restored if self.tracker is None else self.latest
         return {"latest": [[layer, head, numbers] for (layer, head), numbers in latest.items()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self._latest = {(layer, head): numbers for layer, head, numbers in state_dict["latest"]}
+        self.restored = {(layer, head): numbers for layer, head, numbers in state_dict["latest"]}
 
 
 def export(pl_module: nn.Module, path: str | os.PathLike[str], *, network: str = "") -> None:

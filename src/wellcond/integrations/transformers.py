@@ -186,7 +186,6 @@ class WellcondCallback(Measuring, TrainerCallback):
     def __init__(
         self, batch: Any = None, *, per_layer: bool = False, export: str | None = None, **options: Any
     ) -> None:
-        """Check the options."""
         super().__init__(batch, per_layer, options)
         if export is not None and not isinstance(export, str):
             raise ValueError(f"export: expected the name of a folder inside the output folder, got {export!r}")
@@ -201,7 +200,6 @@ class WellcondCallback(Measuring, TrainerCallback):
 
     @property
     def _trainer(self) -> Trainer | None:
-        """The trainer that this callback was added to by `add_to`."""
         return None if self._reference is None else self._reference()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -250,9 +248,8 @@ class WellcondCallback(Measuring, TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Measure what is due; measurements within a budget are logged when `Trainer` logs."""
-        assert self.watch is not None
         with without_mixed_precision(unwrap(parts["model"])):
-            self.watch.step()
+            self.measure_step()
         if control.should_log or self.logs_when_measured:
             self._log(state)
 
@@ -269,13 +266,11 @@ class WellcondCallback(Measuring, TrainerCallback):
             export(self._trainer or parts["model"], Path(args.output_dir, self.export_folder))
 
     def _close(self, model: nn.Module) -> None:
-        assert self.watch is not None
         with without_mixed_precision(unwrap(model)):
-            self.watch.close()
+            self.measure_last()
 
     def _log(self, state: Any) -> None:
-        assert self.watch is not None
-        numbers, trainer = self.watch.new_summary(), self._trainer
+        numbers, trainer = self.new_summary(), self._trainer
         if not numbers:
             return
         if trainer is None:

@@ -40,7 +40,6 @@ class TrackingOptions:
     method: str = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done before anything runs."""
         _check_steps("every", None if isinstance(self.every, str) and self.every == "auto" else self.every)
         _check_steps("weights_every", self.weights_every)
         budget = self.budget
@@ -201,7 +200,6 @@ class Together:
     _begun: float = 0.0
 
     def __post_init__(self) -> None:
-        """Count from now on."""
         self._begun = self.clock()
 
     def admit(self, layer: str, head: int, seconds: float | None) -> bool:

@@ -145,43 +145,20 @@ def measure(
     if is_sharded(model):
         if resume is not None:
             raise ValueError("resume: a model that is sharded over ranks is measured in one go; leave resume out")
-        rows = tuple(_measure_gathered(model, batch, chosen, heads, task, pace))
+
+        def measure_layer(site: AttentionSite, call: Any) -> LayerReport:
+            count = site.num_heads if task.grouped == "each" else site.num_kv_heads
+            known = None if heads is None else [head for head in heads if head < count]
+            captured = capture_sites(site.module, call, [site], max_samples=task.samples)
+            return _measure_captured(captured, known, task, iter, None, pace)[0]
+
+        rows = tuple(measure_sharded(model, batch, chosen, measure_layer))
     else:
         asked = sites is not None or layers is not None
         captured = capture_sites(model, batch, chosen, max_samples=task.samples, required=asked)
         log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
         rows = _measure_captured(captured, heads, task, progress, log, pace)
     return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning, run=facts)
-
-
-def _measure_gathered(
-    model: nn.Module,
-    batch: Any,
-    sites: Sequence[AttentionSite],
-    heads: Sequence[int] | None,
-    task: MeasureSettings,
-    pace: _Pace,
-) -> list[LayerReport]:
-    """Measure a sharded model, one gathered attention layer after the other."""
-
-    def measure_layer(site: AttentionSite, call: Any) -> LayerReport:
-        def admit(_: str, head: int, seconds: float | None) -> bool:
-            assert pace.admit is not None
-            return pace.admit(site.name, head, seconds)  # under its name in the model
-
-        count = site.num_heads if task.grouped == "each" else site.num_kv_heads
-        report = measure(
-            site.module,
-            call,
-            sites=[site],
-            heads=None if heads is None else [head for head in heads if head < count],
-            settings=task,
-            admit=None if pace.admit is None else admit,
-            on_slow=pace.on_slow,
-        )
-        return report.layers[0]
-
-    return measure_sharded(model, batch, sites, measure_layer)
 
 
 def _measure_captured(
@@ -210,7 +187,7 @@ def _measure_captured(
     for done, (number, part) in enumerate(progress(plan)):
         pace.left = len(plan) - done
         name = f"{captured[number].site.name} head {part.index}"
-        known = None if log is None else log.find(name)
+        known = None if log is None else log.found.get(name)
         if known is not None:
             found[number].append(known)
             continue
@@ -233,29 +210,19 @@ def _measure_captured(
         first_error.add_note(f"none of the {len(plan)} heads that were asked for could be measured")
         raise first_error
     return tuple(
-        _layer_report(c, found[number], failed[number], _through_output(c, task, pace))
-        for number, c in enumerate(captured)
-    )
-
-
-def _layer_report(
-    captured: CapturedAttention, found: list[HeadReport], failed: list[FailedHead], through_output: dict[str, Any]
-) -> LayerReport:
-    site = captured.site
-    problem = "" if captured.call is not None else captured.why_not_plain
-    if failed and not found:
-        problem = failed[0].problem
-    return LayerReport(
-        name=site.name,
-        kind=site.kind,
-        num_heads=site.num_heads,
-        num_kv_heads=site.num_kv_heads,
-        head_dim=site.head_dim,
-        num_tokens=0 if captured.x is None else captured.x.shape[1],
-        heads=tuple(found),
-        problem=problem,
-        failed=tuple(failed),
-        **through_output,
+        LayerReport(
+            name=c.site.name,
+            kind=c.site.kind,
+            num_heads=c.site.num_heads,
+            num_kv_heads=c.site.num_kv_heads,
+            head_dim=c.site.head_dim,
+            num_tokens=0 if c.x is None else c.x.shape[1],
+            heads=tuple(heads),
+            problem=problems[0].problem if problems and not heads else "" if c.call else c.why_not_plain,
+            failed=tuple(problems),
+            **_through_output(c, task, pace),
+        )
+        for c, heads, problems in zip(captured, found, failed, strict=True)
     )
 
 
@@ -500,7 +467,7 @@ def _through_output(captured: CapturedAttention, task: MeasureSettings, pace: _P
     """Fields of a `LayerReport` about the output through W_O; none where that is not asked for or not defined."""
     site = captured.site
     if not task.output or captured.call is None or not captured.is_plain or site.o is None or task.convention != "wide":
-        return {"output_samples": _both([])}
+        return {}
     chosen = samples_of(captured, task.samples, task.combine)
 
     def admit(seconds: float) -> bool:
@@ -512,7 +479,7 @@ def _through_output(captured: CapturedAttention, task: MeasureSettings, pace: _P
             operator = output_operator(captured, samples, task.biases)
             found += operator_spectra([operator], method=task.method, memory_limit=task.memory_limit, admit=admit)
     except NUMERICAL as error:
-        return {"output_samples": _both([]), "output_problem": str(error).splitlines()[0]}
+        return {"output_problem": str(error).splitlines()[0]}
     return {"with_output": found[0], "output_samples": _both(found)}
 
 

@@ -109,7 +109,6 @@ class HeadReport:
     """A bound on the Jacobian's condition number, strict for wide, pseudo for stack; None where none is known."""
 
     def __repr__(self) -> str:
-        """One line."""
         if self.jacobian is None:
             return f"HeadReport(head {self.index}, {self.how})"
         kappas = show_kappas(self.mean_kappa(), self.mean_kappa("pseudo"))
@@ -211,13 +210,7 @@ class LayerReport:
         """Why a head is not among `heads`; empty if it is, or was not asked for."""
         return next((failed.problem for failed in self.failed if failed.index == head), self.problem)
 
-    @property
-    def own_problems(self) -> tuple[FailedHead, ...]:
-        """Failed heads whose reason is not already `problem`."""
-        return tuple(failed for failed in self.failed if failed.problem != self.problem)
-
     def __repr__(self) -> str:
-        """One line."""
         grouped = f" ({self.num_kv_heads} of keys and values)" if self.num_kv_heads != self.num_heads else ""
         sizes = f"{self.num_heads} heads{grouped} x {self.head_dim}, {self.num_tokens} tokens"
         found = f"not measured: {self.problem}" if self.problem else _range_of(self.heads)
@@ -251,7 +244,6 @@ class MeasurementReport:
     """What was measured, in words: ``model``, ``input`` and the ``version`` of wellcond."""
 
     def __repr__(self) -> str:
-        """One line."""
         heads = [head for layer in self.layers for head in layer.heads]
         failed = sum(len(layer.failed) for layer in self.layers)
         counts = f"{len(heads)} heads of {len(self.layers)} attention layer{'' if len(self.layers) == 1 else 's'}"
@@ -315,7 +307,8 @@ class MeasurementReport:
                     f"{layer.name:28} {head.index:4} {head.mean_kappa():10.4g}{pseudo} {head.status:>{width}} {norms} "
                     f"{mass}  {why}".rstrip()
                 )
-            lines += [f"{layer.name:28} {one.index:4} not measured: {one.problem}" for one in layer.own_problems]
+            own = [failed for failed in layer.failed if failed.problem != layer.problem]
+            lines += [f"{layer.name:28} {one.index:4} not measured: {one.problem}" for one in own]
         return "\n".join(lines)
 
     def to_html(self) -> str:
@@ -377,7 +370,6 @@ def _problem_rows(layer: LayerReport) -> list[dict[str, Any]]:
 
 
 def _columns(head: HeadReport) -> dict[str, Any]:
-    """The row of one head in a frame."""
     numbers = head.numbers() | {name: getattr(head.jacobian, name, None) for name in ("sigma_min", "method")}
     row = {"head": head.index, "kappa": head.mean_kappa()}
     row |= {name: math.nan if value is None else value for name, value in numbers.items()}

@@ -61,7 +61,6 @@ class MeasureSettings:
     memory_limit: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured before anything runs."""
         check_choice("convention", self.convention, get_args(Convention))
         check_choice("kappa", self.kappa, get_args(Kappa))
         check_choice("combine", self.combine, get_args(Combine))
@@ -184,7 +183,8 @@ class MeasurementLog:
     """
 
     path: Path
-    found: dict[str, Any]
+    found: dict[str, HeadReport]
+    """The heads that were measured before."""
 
     @classmethod
     def open(cls, path: str | Path, model: nn.Module, batch: Any, task: MeasureSettings) -> MeasurementLog:
@@ -212,18 +212,6 @@ class MeasurementLog:
             raise ReportError(f"{path} cannot be used to resume a measurement: {error}") from error
         return cls(path, dict(_read_line(path, line) for line in whole[1:]))
 
-    def find(self, name: str) -> HeadReport | None:
-        """The report of a head that was measured before; None if it was not.
-
-        Raises: ReportError if the file is damaged.
-        """
-        if name not in self.found:
-            return None
-        try:
-            return restore(HeadReport, self.found[name])
-        except ValueError as error:
-            raise ReportError(f"{self.path}: {name}: {error}; delete the file") from error
-
     def add(self, name: str, report: HeadReport) -> None:
         """Append a head that was measured now.
 
@@ -237,9 +225,9 @@ class MeasurementLog:
             raise ReportError(f"{self.path}: {name} was measured but cannot be noted: {error}") from error
 
 
-def _read_line(path: Path, line: str) -> tuple[str, Any]:
+def _read_line(path: Path, line: str) -> tuple[str, HeadReport]:
     try:
         data = json.loads(line)
-        return data["head"], data["report"]
+        return data["head"], restore(HeadReport, data["report"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ReportError(f"{path}: expected a head's report, found {line[:80]!r}; delete the file") from error

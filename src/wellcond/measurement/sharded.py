@@ -8,7 +8,6 @@ process needs room for one whole attention, never for a whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,15 +51,16 @@ def measure_sharded(
     for seen in found.sites:
         site = seen.site
         _check_head_count(site)
-        copied = _plain_site(site)
+        copied = site.on(plain_copy(site.module, class_of=_plain_or_conditioned_class))
         if torch.distributed.get_rank() != 0 or problem is not None:
             continue
         try:
             if not seen.called:
                 raise WellcondError(NOT_CALLED)
-            rows.append(replace(measure_whole(copied, Arguments(seen.args, seen.kwargs)), name=site.name))
+            rows.append(measure_whole(copied, Arguments(seen.args, seen.kwargs)))
         except NUMERICAL as error:
-            rows.append(_not_measured(site, str(error).splitlines()[0]))
+            sizes = (site.num_heads, site.num_kv_heads, site.head_dim)
+            rows.append(LayerReport(site.name, site.kind, *sizes, 0, (), str(error).splitlines()[0]))
         except Exception as error:  # the others wait: they have to hear of anything
             problem = f"{site.name}: {type(error).__name__}: {error}"
     rows, problem = decided_by_first((rows, problem))
@@ -78,18 +78,9 @@ def decided_by_first(value: Any) -> Any:
     return holder[0]
 
 
-def _plain_site(site: AttentionSite) -> AttentionSite:
-    """The same attention in a plain copy of its module, its correction included."""
-    return site.on(plain_copy(site.module, class_of=_plain_or_conditioned_class))
-
-
 def _plain_or_conditioned_class(module: nn.Module) -> type[nn.Module]:
     plain, conditioned = plain_class(module), tuple(sorted(corrections_of(module)))
     return conditioned_class(class_without_conditioning(plain), conditioned) if conditioned else plain
-
-
-def _not_measured(site: AttentionSite, problem: str) -> LayerReport:
-    return LayerReport(site.name, site.kind, site.num_heads, site.num_kv_heads, site.head_dim, 0, (), problem)
 
 
 def _check_head_count(site: AttentionSite) -> None:

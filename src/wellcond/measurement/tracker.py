@@ -111,7 +111,6 @@ class TrackPoint:
         return json_ready(self.to_dict())
 
     def __repr__(self) -> str:
-        """One line."""
         where = f"step {self.step}, {self.layer!r} head {self.head}"
         if self.status == "failed":
             return f"TrackPoint({where}, failed: {self.problem})"
@@ -270,7 +269,7 @@ class ConditionTracker:
         if not (first or jacobian or is_due(self.weights_every, self.num_steps)):
             return []
         self._due_steps += 1
-        if not first and not self._decided(self.allowance.permits_point):
+        if not first and not self._shared(self.allowance.permits_point):
             return []
         return self._measure_point(self._batch(batch), jacobian=jacobian)
 
@@ -302,7 +301,6 @@ class ConditionTracker:
         return measured
 
     def __enter__(self) -> ConditionTracker:
-        """The tracker itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -342,7 +340,6 @@ class ConditionTracker:
         return [name for name in self.turns.names if name not in known]
 
     def __repr__(self) -> str:
-        """One line."""
         counts = f"{len(self._probes)} heads, {len(self.points)} points"
         return (
             f"ConditionTracker(step {self.num_steps}, {counts}, every={self.every!r}, budget={self.allowance.budget})"
@@ -370,11 +367,8 @@ class ConditionTracker:
         """Count time that a caller spent for the tracker's sake, such as on its batch, as spent on measuring."""
         self.allowance.spent += seconds
 
-    def _decided(self, permitted: bool) -> bool:
-        """What the first process decides, whose clock counts."""
-        return self._shared(permitted) if self.allowance.budget is not None else permitted
-
     def _shared(self, value: bool) -> bool:
+        """What the first process decides, whose clock counts."""
         return decided_by_first(value) if self.is_sharded else value
 
     def _batch(self, batch: Any) -> Any:
@@ -390,7 +384,7 @@ class ConditionTracker:
         begun, turns = self.clock(), self.turns
         limited = jacobian and not whole and self.allowance.budget is not None
         if limited:
-            jacobian = self._decided(turns.begin(self.allowance.left - self.allowance.point, self.allowance.point))
+            jacobian = self._shared(turns.begin(self.allowance.left - self.allowance.point, self.allowance.point))
         else:
             turns.seconds = {}
         admit = turns.admit if limited else None if together is None else together.admit
@@ -449,7 +443,6 @@ class ConditionTracker:
         return {(name, head): known.get((name, head), layers[name].why_not_measured(head)) for name, head in names}
 
     def _say_slow(self, seconds: float) -> None:
-        """Announce a long measurement once."""
         if not self._announced:
             self._announced = True
             self._on_slow(seconds)

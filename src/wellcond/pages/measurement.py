@@ -65,7 +65,6 @@ def _table(title: str, rows: list[dict[str, str]], words: tuple[int, ...] = (0,)
 
 
 def _head(layer: Fields, row: Fields) -> Fields:
-    """What the page shows of one head, by column."""
     jacobian, diagnosis, queries = row["jacobian"], row.get("diagnosis") or {}, list(row.get("query_heads") or ())
     attention = diagnosis.get("attention") or {}
     status, why = str(jacobian.get("status", "unknown")), str(row.get("why_not_finite") or "")
