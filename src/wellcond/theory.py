@@ -210,7 +210,8 @@ def exact_case(head: Head, *, strict: bool = True) -> Bound:
     .. math:: \mathbf 1 \in \mathrm{range}(V), N \le D \Rightarrow \sigma_{\min}(J_\mathrm{wide}) = \sigma_{\min}(PX)
 
     :math:`J J^T \succeq P X X^T P^T \otimes I` gives at least. With Vu = 1 we have M_i^T u = 0 and B_i^T u = 0, because
-    Lambda_i 1 = 0, so :math:`J J^T (w \otimes u) = (P X X^T P^T w) \otimes u` gives equality. N <= d with V of full row rank is enough.
+    Lambda_i 1 = 0, so :math:`J J^T (w \otimes u) = (P X X^T P^T w) \otimes u` gives equality. N <= d with V of full
+    row rank is enough.
 
     Raises: HypothesisError.
     """
