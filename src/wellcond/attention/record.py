@@ -435,7 +435,7 @@ def same_numbers(weights: Tensor, p: Tensor) -> bool:
 
 
 def by_head(tensor: Tensor, num_heads: int) -> Tensor | None:
-    """Logits or probabilities as (samples, heads, queries, keys); None if heads cannot be told."""
+    """Logits or probabilities as (samples, heads, queries, keys); None if the heads cannot be separated."""
     if tensor.dim() == 3 and tensor.shape[0] % num_heads == 0:
         return tensor.view(-1, num_heads, *tensor.shape[1:])
     if tensor.dim() == 5 and tensor.shape[1] * tensor.shape[2] == num_heads:
@@ -455,7 +455,7 @@ def _spread_of(site: AttentionSite, logits: Tensor, visible: Tensor | None) -> T
 def logit_spread(logits: Tensor, num_heads: int, visible: Tensor | None = None) -> Tensor:
     """Standard deviation over keys, in the mean over tokens and samples: (heads).
 
-    The mean over all heads, repeated, if heads cannot be told.
+    The mean over all heads, repeated, if the heads cannot be separated.
     """
     seen = ~is_masked(logits, visible, depth=ADDED)
     logits = logits.detach().float()
