@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import save_model
 
 import wellcond as wc
-from detection.coco_sets import ROOT as DATA
+from lab.tasks.detection.coco_sets import ROOT as DATA
 from test_documents import ROOT, blocks_of, commands_in, with_blocks
 from wellcond.cli.main import load_app
 from wellcond.lab.load_recipe import load_recipe

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from report.fake_runs import only_comparison, usual_methods, write_comparison
+from lab.report.fake_runs import only_comparison, usual_methods, write_comparison
 from wellcond.cli.console import make_console, print_table
 from wellcond.cli.experiments import recipes
 from wellcond.lab.report.analysis import analyse

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lab.small import CHANGES_IN_WORDS, record
-from report.fake_runs import usual_methods, write_comparison
+from lab.report.fake_runs import usual_methods, write_comparison
 
 DIVERGING = [*CHANGES_IN_WORDS, "--cpu", "--set", "optimizer.lr=30", "--set", "schedule={name: constant}"]
 

@@ -12,7 +12,7 @@ import pytest
 from lab.held_runs import HELD
 from lab.small import SETTINGS, command, record, run
 from patience import PATIENCE
-from report.fake_runs import FakeMethod, write_comparison
+from lab.report.fake_runs import FakeMethod, write_comparison
 from wellcond.cli.app import data_overrides, read_seeds
 from wellcond.cli.main import main
 from wellcond.cli.runs import Comparison, choose_workers

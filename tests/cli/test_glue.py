@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.glue.helpers import edit_record, pretrain, write_glue
+from lab.tasks.glue.helpers import edit_record, pretrain, write_glue
 from lab.small import command, run
 from wellcond.cli.main import main
 from wellcond.lab.report.glue import load_glue, rebuild_glue

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import wellcond as wc
 from lab.small import SETTINGS
-from report.fake_runs import usual_methods, write_comparison
+from lab.report.fake_runs import usual_methods, write_comparison
 from wellcond.cli import runs
 from wellcond.cli.main import load_app, main
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes

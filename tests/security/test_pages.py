@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from report.fake_runs import FakeMethod, only_comparison, write_comparison, write_with_samples
-from report.test_glue import write_score
+from lab.report.fake_runs import FakeMethod, only_comparison, write_comparison, write_with_samples
+from lab.report.test_glue import write_score
 from wellcond.cli.report import print_report
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.glue import rebuild_glue

@@ -10,7 +10,7 @@ import pytest
 from rich.progress import Progress
 
 from lab.small import SETTINGS
-from report.fake_runs import FakeMethod, write_comparison
+from lab.report.fake_runs import FakeMethod, write_comparison
 from wellcond.cli.console import VisibleConsole, make_console, print_table
 from wellcond.cli.main import main
 from wellcond.lab.report.table import Table

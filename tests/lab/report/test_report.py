@@ -1,0 +1,453 @@
+"""The whole report: tables, findings, figures, page, markdown, files."""
+
+import csv
+import io
+import json
+import math
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from lab.report.fake_runs import PERPLEXITY, FakeMethod, page_of, points_of, usual_methods, write_comparison, write_run
+from wellcond import pages
+from wellcond.errors import MissingExtraError
+from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
+from wellcond.lab.report.figures import COLUMNS, build_figures, write_csv
+from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
+from wellcond.lab.report.plots import draw_static, log_range
+from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
+from wellcond.lab.report.tables import build_tables
+
+pytest.importorskip("plotly")
+pytest.importorskip("matplotlib")
+
+
+def study(folder, methods=None, **options):
+    (comparison,) = load_comparisons(write_comparison(folder, methods or usual_methods(), **options))
+    return analyse(comparison)
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    return study(tmp_path_factory.mktemp("usual"))
+
+
+class Reader(HTMLParser):
+    """Elements that open and close, ids, and what a page would load."""
+
+    def __init__(self):
+        super().__init__()
+        self.ids, self.names, self.loads, self.handlers = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.names.append(tag)
+        for key, value in attrs:
+            if key == "id":
+                self.ids.append(value)
+            if key in ("src", "href") and not value.startswith("#"):
+                self.loads.append(value)
+            if key.startswith("on"):
+                self.handlers.append(key)
+
+
+def read(page):
+    reader = Reader()
+    reader.feed(page)
+    return reader
+
+
+def plot_data(page):
+    return json.loads(re.search(r'<script type="application/json" id="plot-data">(.*?)</script>', page, re.S).group(1))
+
+
+def test_summary_table_holds_the_statistics(usual):
+    table = build_tables(usual)[0]
+    rows = {row[0]: row for row in table.rows}
+    assert rows["conditioned"][1:6] == ("3", "–", "94.17 ± 1.04", "+3.17 [+2.45, +3.88]", "0.0055")
+    assert rows["polar"][1] == "1 + 1 diverged (50 %) + 1 partial" and rows["polar"][5] == "–"
+    assert rows["identity(lam=10)"][6:8] == ("worse", "> 12") and rows["polar"][10] == "1.55 ×"
+    notes = " ".join(table.notes)
+    assert "polar, seed 1 diverged" in notes and "paired difference is left out" in notes and "1 unfinished" in notes
+
+
+def test_statistics_in_full(tmp_path):
+    methods = [FakeMethod("default", {s: 0.90 + s / 100 for s in range(5)}),
+               FakeMethod("polar", {0: 0.93, 1: 0.92, 2: 0.96, 3: 0.94, 4: 0.95})]  # fmt: skip
+    analysis = study(tmp_path, methods, conditioning=False)
+    (table,) = (t for t in build_tables(analysis) if t.name == "statistics")
+    # differences 3, 1, 4, 1, 1: mean 2, std sqrt(8 / 4)
+    row = table.rows[1]
+    assert row[:10] == ("polar", "5", "94.00", "1.58", "92.00", "96.00", "5", "+2.00", "1.41", "+2.2%")
+    low, high = analysis.differences["polar"].bootstrap
+    assert row[11] == f"[{100 * low:+.2f}, {100 * high:+.2f}]"
+
+
+def test_every_number_of_the_markdown_is_in_the_tables(usual):
+    text = render_markdown(gather(usual))
+    for method, difference in usual.differences.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| {method}"))
+        assert f"{100 * difference.mean:+.2f}" in line
+        assert f"{100 * usual.summaries[method].mean:.2f}" in line
+    for figure in build_figures(usual):
+        assert f"figures/{figure.name}.svg" in text and f"figures/{figure.name}.csv" in text
+    assert "(/" not in text and "http" not in text
+
+
+def test_table_in_two_forms():
+    table = Table("t", "T", ("a", "b"), (("<i>|", "1"),), ("a * note",))
+    assert table_markdown(table).splitlines() == [
+        "| a | b |", "|:---|---:|", r"| &lt;i&gt;\| | 1 |", "", r"- a \* note",
+    ]  # fmt: skip
+    assert list(csv.reader(io.StringIO(table_csv(table)))) == [["a", "b"], ["<i>|", "1"]]
+
+
+def test_columns_without_a_value_are_not_shown():
+    table = Table("t", "T", ("a", "b", "c"), (("x", "–", "1"), ("y", "", "2")), (), frozenset({0, 2}))
+    kept = without_empty_columns(table)
+    assert kept.header == ("a", "c") and kept.rows == (("x", "1"), ("y", "2")) and kept.text_columns == {0, 1}
+
+
+def test_every_table_is_numbers_for_programs(usual):
+    words = {"method", "metric", "verdict", "status", "reason", "unit", "baseline", "field", "at_edge"}
+    for table in build_tables(usual):
+        rows = list(csv.DictReader(io.StringIO(table_csv(table))))
+        assert len(rows) == len(table.rows), table.name
+        for row in rows:
+            for name in row.keys() - words:
+                assert row[name] == "" or isinstance(float(row[name]), float), (table.name, name, row[name])
+    rows = {row["method"]: row for row in csv.DictReader(io.StringIO(table_csv(build_tables(usual)[0])))}
+    found, difference = rows["conditioned"], usual.differences["conditioned"]
+    assert float(found["mean"]) == 100 * usual.summaries["conditioned"].mean
+    assert float(found["sd"]) == 100 * usual.summaries["conditioned"].std
+    assert [float(found[end]) for end in ("low", "high")] == [100 * end for end in difference.interval]
+    assert rows["polar"]["diverged"] == "1" and rows["polar"]["low"] == "" and rows["default"]["difference"] == ""
+
+
+def test_the_bottom_line_is_one_sentence_of_the_verdicts(usual, tmp_path):
+    assert bottom_line(usual) == (
+        "Of 4 methods against default, 2 are better, 1 is worse, 1 is undecided; the largest gain is +3.17 points, of "
+        "conditioned (95 % interval [+2.45, +3.88], 3 seeds, better)."
+    )
+    worse = [FakeMethod("default", {0: 0.9, 1: 0.91, 2: 0.92}), FakeMethod("polar", {0: 0.5, 1: 0.52, 2: 0.51})]
+    said = bottom_line(study(tmp_path / "worse", worse, conditioning=False))
+    assert said.startswith("Of 1 method against default, 1 is worse; the smallest loss is -40.00 points, of polar")
+    few = bottom_line(study(tmp_path / "few", usual_methods()[:1], conditioning=False))
+    assert few == "Only default has finished runs, so there is nothing to compare."
+
+
+def test_a_page_opens_with_the_bottom_line_and_one_figure(usual):
+    page = render_page(gather(usual))
+    line, figure, table = (page.index(text) for text in (
+        '<p class="bottom-line">', 'id="differences-0"', "<caption>Summary by method"))  # fmt: skip
+    assert line < figure < table
+
+
+def test_the_markdown_opens_with_the_bottom_line(usual):
+    assert render_markdown(gather(usual, figures=False)).splitlines()[2] == f"**{plain_markdown(bottom_line(usual))}**"
+
+
+def test_every_figure_of_lines_has_its_legend(usual):
+    page = render_page(gather(usual))
+    for figure in build_figures(usual):
+        if not figure.bars:
+            start = page.index(f'id="figure-{figure.name.replace("_", "-")}"')
+            section = page[start : page.index("</section>", start)]
+            assert len(figure.panels) <= 3
+            assert [f">{method}</button>" in section for method in usual.comparison.methods] == [True] * 5
+
+
+def test_findings_say_what_the_numbers_say(usual):
+    said = "\n".join(find_findings(usual))
+    assert "these runs do not show that the gain is due to conditioning" in said
+    [saturated] = [line for line in said.splitlines() if line.startswith("Attention is saturated")]
+    assert "of identity(lam=10): there a small κ(J) says nothing good" in saturated
+
+
+def test_findings_follow_the_numbers(tmp_path):
+    methods = usual_methods()[:3]
+    methods[1].finals = {0: 0.95, 1: 0.96, 2: 0.98}  # conditioned: clearly beyond the control
+    methods[2].finals = {0: 0.90, 1: 0.90, 2: 0.93}  # gaussian: nothing
+    said = "\n".join(find_findings(study(tmp_path / "a", methods)))
+    assert "scale alone does not explain the gain" in said
+    assert "saturated" not in said
+
+
+def test_one_seed_is_said_and_not_tested(tmp_path):
+    methods = [FakeMethod("default", {0: 0.9}), FakeMethod("conditioned", {0: 0.95}, init="conditioned")]
+    analysis = study(tmp_path, methods)
+    assert bottom_line(analysis) == (
+        "Against default, the largest gain is +5.00 points, of conditioned; with only one seed no difference can be "
+        "told from the luck of a seed."
+    )
+    assert build_tables(analysis)[0].rows[1][4:6] == ("+5.00", "–")
+    assert len(render_page(gather(analysis))) > 1e6
+
+
+def test_equal_differences_are_no_evidence(tmp_path):
+    methods = [FakeMethod("default", {0: 0.9, 1: 0.5, 2: 0.1}), FakeMethod("polar", {0: 0.93, 1: 0.53, 2: 0.13})]
+    analysis = study(tmp_path, methods)
+    assert any("t is not defined: polar" in note for note in build_tables(analysis)[0].notes)
+
+
+def test_perplexity(tmp_path):
+    methods = [FakeMethod("default", {0: 30.0, 1: 31.0, 2: 32.5}), FakeMethod("polar", {0: 28.0, 1: 29.5, 2: 29.0})]
+    analysis = study(tmp_path, methods, metric=PERPLEXITY)
+    assert "1 is undecided; the largest gain is +2.333, of polar" in bottom_line(analysis)
+    assert build_tables(analysis)[0].rows[1][3] == "28.83 ± 0.7638"
+    assert "(perplexity negated)" in build_tables(analysis)[0].notes[0]
+    assert "lower is better" in render_page(gather(analysis))
+
+
+def test_without_conditioning_rows(tmp_path):
+    analysis = study(tmp_path, conditioning=False)
+    page = render_page(gather(analysis))
+    assert 'href="#learning"' in page and 'href="#attention"' not in page and 'href="#conditioning"' not in page
+    assert {figure.section for figure in build_figures(analysis)} == {"Summary", "Learning"}
+    assert build_tables(analysis)[0].rows[0][8:10] == ("–", "–")
+
+
+def test_no_finished_run_at_all(tmp_path):
+    methods = [FakeMethod("default", {0: 0.9}, statuses={0: "failed"}),
+               FakeMethod("polar", {0: 0.9}, statuses={0: "running"})]  # fmt: skip
+    write_comparison(tmp_path, methods)
+    (comparison,) = load_comparisons(tmp_path)
+    text = page_of(comparison)
+    assert "No run is finished" in text and "default, seed 0: failed" in text
+    names = [trace.get("name") for trace in plot_data(text)["learning-0"]["data"]]
+    assert names == ["default, seed 0 (failed)", "polar, seed 0 (partial)"]
+
+
+def test_a_method_that_was_not_run_yet(tmp_path):
+    methods = [FakeMethod("default", {0: 0.9}), FakeMethod("polar", {})]
+    analysis = study(tmp_path, methods)
+    assert build_tables(analysis)[0].rows[1][1:4] == ("0", "–", "–")
+
+
+def test_different_seed_sets_are_paired_where_they_meet(tmp_path):
+    methods = [FakeMethod("default", {0: 0.9, 1: 0.91}), FakeMethod("polar", {1: 0.93, 2: 0.94})]
+    analysis = study(tmp_path, methods)
+    assert list(analysis.differences["polar"].values) == [1]
+    assert build_tables(analysis)[0].rows[1][1] == "2"
+    render_page(gather(analysis))
+
+
+@pytest.mark.slow
+def test_infinite_and_missing_condition_numbers(tmp_path):
+    methods = usual_methods()[:2]
+    methods[0].jacobian, methods[0].kappa, methods[1].jacobian = math.inf, math.inf, math.nan
+    write_comparison(tmp_path, methods)
+    (page,) = build_report(tmp_path)
+    (comparison,) = load_comparisons(tmp_path)
+    (table,) = (t for t in build_tables(analyse(comparison)) if t.name == "conditioning")
+    assert [row[1] for row in table.rows] == ["∞", "–"] and [row[4] for row in table.rows] == ["0/36", "0/0"]
+    assert "NaN" not in json.dumps(plot_data(page.read_text())) and "Infinity" not in json.dumps(
+        plot_data(page.read_text())
+    )
+
+
+def test_curves_of_means_are_right(usual):
+    (figure,) = (f for f in build_figures(usual) if f.name == "learning")
+    seeds = points_of(figure, "metric")["conditioned"]
+    assert seeds["mean"][-1].value == pytest.approx((93 + 94.5 + 95) / 3)
+    assert seeds["mean+std"][-1].value - seeds["mean"][-1].value == pytest.approx(1.0408, abs=1e-4)
+    assert "polar, seed 1 (diverged)" in points_of(figure, "metric") and set(points_of(figure, "metric")["polar"]) == {
+        "0", "mean", "mean-std", "mean+std",
+    }  # fmt: skip
+
+
+def test_condition_numbers_are_geometric_means(usual):
+    (figure,) = (f for f in build_figures(usual) if f.name == "jacobian")
+    gaussian = next(t for t in build_tables(usual) if t.name == "conditioning").rows[2]
+    assert gaussian[0] == "gaussian" and gaussian[3:5] == ("36/36", "27/36")
+    table = usual.tables("default")[0]
+    values = table.at("pseudo_condition_number", 0)
+    row = points_of(figure, "kappa")["default"]["0"][0]
+    assert row.step == 0 and row.value == pytest.approx(math.exp(sum(map(math.log, values)) / len(values)))
+    papers = points_of(figure, "papers_bound")["default"]["0"][0].value
+    assert papers == pytest.approx(row.value * 10**-0.3)
+
+
+def test_conditioning_table_is_on_log10_over_seeds(usual):
+    (table,) = (t for t in build_tables(usual) if t.name == "conditioning")
+    row = next(row for row in table.rows if row[0] == "conditioned")
+    seeds = [
+        math.fsum(map(math.log10, t.at("pseudo_condition_number", 240))) / 12 for t in usual.tables("conditioned")
+    ]  # fmt: skip
+    mean = math.fsum(seeds) / 3
+    assert row[1].startswith(f"{10**mean:.3g} [") and row[2].startswith("0.04")
+    assert row[3:5] == ("36/36", "36/36") and row[6] == f"{mean - 0.3:.2f}" and row[10] == "0.83 → 0.83"
+
+
+def test_bounds_beyond_all_numbers_are_told(tmp_path):
+    write_comparison(tmp_path, usual_methods()[:2])
+    path = tmp_path / "default" / "seed0" / "conditioning.jsonl"
+    rows = [
+        json.loads(line) | {"papers_bound_log10": 400.0, "status": "estimate"} for line in path.read_text().splitlines()
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = build_figures(analyse(load_comparisons(tmp_path)[0]))
+    (figure,) = (f for f in figures if f.name == "jacobian")
+    assert "beyond 10³⁰⁰ are not drawn" in figure.caption and "; 60 are not exact" in figure.caption
+
+
+def test_csv_has_the_columns_and_every_row(usual):
+    for figure in build_figures(usual):
+        rows = list(csv.reader(io.StringIO(write_csv(figure))))
+        assert tuple(rows[0]) == COLUMNS == ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")
+        assert len(rows) == sum(len(panel.rows) for panel in figure.panels) + 1 and {row[-1] for row in rows[1:]} == {
+            "tiny"
+        }
+
+
+def test_long_logs_are_thinned(tmp_path):
+    write_run(tmp_path, FakeMethod("default", {0: 0.9}), 0)
+    path = tmp_path / "default" / "seed0" / "steps.jsonl"
+    path.write_text("".join(json.dumps({"step": s, "epoch": s / 10, "loss": s % 2}) + "\n" for s in range(1, 20001)))
+    (figure,) = (f for f in build_figures(analyse(load_comparisons(tmp_path)[0])) if f.name == "learning")
+    points = points_of(figure, "training_loss")["default"]["mean"]
+    assert len(points) <= 300 and points[-1].step == 20000
+    assert all(point.value == pytest.approx(0.5, abs=0.01) for point in points)
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>|*`$x$_[a](b)\"'&\u2028"
+
+
+def test_hostile_labels_do_no_harm(tmp_path):
+    methods = [FakeMethod("default", {0: 0.9, 1: 0.8, 2: 0.85}),
+               FakeMethod(HOSTILE, {0: 0.8, 1: 0.8, 2: 0.8}, slug="odd", statuses={2: "diverged"}),
+               FakeMethod("_äß漢字 $1$", {0: 0.8}, slug="odder")]  # fmt: skip
+    write_comparison(tmp_path, methods, title=HOSTILE)
+    record = tmp_path / "default" / "seed0" / "run.json"
+    stored = json.loads(record.read_text())
+    stored["data"]["description"] = stored["reason"] = stored["model"]["name"] = HOSTILE
+    stored["config"][HOSTILE] = HOSTILE
+    record.write_text(json.dumps(stored))
+    (path,) = build_report(tmp_path)
+    page = path.read_text()
+    found = read(page)
+    assert found.names.count("script") == 3 and "img" not in found.names and not found.handlers and not found.loads
+    assert len(found.ids) == len(set(found.ids))
+    plots = plot_data(page)
+    shown = [t["name"] for t in plots["learning-0"]["data"] if "name" in t]
+    assert any(name.startswith("&lt;/script&gt;") for name in shown) and not any("<" in name for name in shown)
+    text = (path.parent / "report.md").read_text()
+    assert "<script" not in text and "<img" not in text
+    rows = [line for line in text.splitlines() if line.startswith(r"| &lt;/script")]
+    assert rows and all(len(re.findall(r"(?<!\\)\|", row)) == 12 for row in rows[:1])
+
+
+def test_json_in_a_script_cannot_end_it():
+    text = pages.environment().from_string("{{ data | tojson }}").render(data={"a": "</script><!--&\u2028"})
+    assert "<" not in text and ">" not in text and "\u2028" not in text
+    assert json.loads(text) == {"a": "</script><!--&\u2028"}
+
+
+def test_page_loads_nothing_and_names_its_parts(usual):
+    page = render_page(gather(usual))
+    found = read(page)
+    assert page.startswith("<!DOCTYPE html>") and not found.loads and not found.handlers
+    assert len(found.ids) == len(set(found.ids)) and "prefers-color-scheme:dark" in page and "noscript" in found.names
+    plots = plot_data(page)
+    assert set(plots) <= set(found.ids) and str(usual.comparison.folder) not in page
+    assert "papers&#39; bound (not a bound)" in page
+
+
+def files(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.slow  # by default tests/cli/test_experiments.py builds the report of real runs twice
+def test_the_same_records_give_the_same_bytes(tmp_path):
+    for name in ("one", "two"):
+        write_comparison(tmp_path / name / "digits", usual_methods()[2:], points=3, layers=2, heads=2)
+        build_report(tmp_path / name)
+    first, second = (files(tmp_path / name / "digits" / "report") for name in ("one", "two"))
+    assert first.keys() == second.keys() and len(first) >= 22
+    assert [name for name in first if first[name] != second[name]] == []
+
+
+def test_files_of_an_older_report_go_and_others_stay(tmp_path):
+    write_comparison(tmp_path, usual_methods()[:2], conditioning=False)
+    figures = tmp_path / "report" / "figures"
+    figures.mkdir(parents=True)
+    (figures / "jacobian.png").write_bytes(b"old")
+    (figures / "mine.txt").write_text("keep")
+    (page,) = build_report(tmp_path)
+    assert page == tmp_path / "report" / "report.html" and page.is_file()
+    assert not (figures / "jacobian.png").exists() and (figures / "mine.txt").exists()
+    assert not list(tmp_path.rglob(".*"))
+    assert (tmp_path / "report" / "tables" / "summary.csv").is_file()
+
+
+def test_several_comparisons_each_get_a_report(tmp_path):
+    for name in ("a", "b"):
+        write_comparison(tmp_path / name, [FakeMethod("default", {0: 0.9})], conditioning=False)
+    made = build_report(tmp_path, pictures=False)
+    assert made == [tmp_path / name / "report" / "report.md" for name in ("a", "b")]
+    assert len(load_comparisons(tmp_path)) == 2  # a report is no run
+
+
+@pytest.mark.slow
+def test_a_large_model_stays_small_on_the_page(tmp_path):
+    analysis = study(tmp_path, usual_methods()[:2], layers=24, heads=16, points=30)
+    page = render_page(gather(analysis))
+    assert len(json.dumps(plot_data(page))) < 1_000_000
+
+
+@pytest.mark.parametrize("package", ["plotly", "matplotlib", "jinja2"])
+def test_a_missing_package_names_its_install_line(usual, monkeypatch, package):
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"{package}.*wellcond\[report\]"):
+        if package == "matplotlib":
+            draw_static(build_figures(usual)[0])
+        else:
+            render_page(gather(usual))
+
+
+def test_machines_that_differ_are_in_the_provenance(tmp_path):
+    write_comparison(tmp_path, usual_methods()[:2])
+    path = tmp_path / "default" / "seed1" / "run.json"
+    record = json.loads(path.read_text())
+    record["sessions"][0]["threads"] = 8
+    path.write_text(json.dumps(record))
+    provenance = gather(analyse(load_comparisons(tmp_path)[0]), figures=False).provenance
+    assert ("session: threads", "differs between runs: 1; 8") in provenance.rows
+
+
+def test_a_baseline_that_did_not_finish(tmp_path):
+    methods = [FakeMethod("default", {0: 0.9, 1: 0.9}, statuses={0: "diverged", 1: "running"}),
+               FakeMethod("polar", {0: 0.92, 1: 0.93})]  # fmt: skip
+    analysis = study(tmp_path, methods)
+    assert bottom_line(analysis) == "Only polar has finished runs, so there is nothing to compare."
+    assert build_tables(analysis)[0].rows[0][1] == "0 + 1 diverged (100 %) + 1 partial"
+    assert build_tables(analysis)[0].rows[1][4:7] == ("–", "–", "–")
+    render_page(gather(analysis))
+
+
+def test_paths_in_settings_lose_their_folders(tmp_path):
+    write_comparison(tmp_path, [FakeMethod("default", {0: 0.9})], conditioning=False)
+    path = tmp_path / "default" / "seed0" / "run.json"
+    record = json.loads(path.read_text())
+    record["config"]["data"] = {"path": "/home/somebody/sets/digits.npz"}
+    path.write_text(json.dumps(record))
+    page = page_of(load_comparisons(tmp_path)[0])
+    assert "…/digits.npz" in page and "somebody" not in page
+
+
+def test_an_eleventh_method_repeats_a_colour_with_another_dash(tmp_path):
+    methods = [FakeMethod(f"m{at}", {0: 0.5 + at / 100}) for at in range(11)]
+    plots = plot_data(page_of(study(tmp_path, methods, conditioning=False).comparison))
+    lines = [trace["line"] for trace in plots["learning-0"]["data"]]
+    assert lines[0]["color"] == lines[10]["color"] == "@c0" and lines[0]["dash"] != lines[10]["dash"]
+
+
+def test_a_logarithmic_axis_may_come_near_the_largest_number():
+    low, high = log_range([1e-290, 1e300, 1e-300, 1e290, 1e-280, 1e308])
+    assert -308 < low <= -300 and 300 <= high < 308
+    low, high = log_range([2.0])
+    assert high - low == pytest.approx(0.5)
