@@ -2,10 +2,7 @@
 
 from dataclasses import replace
 
-import pytest
-
 from lab.small import small_job
-from wellcond.errors import WellcondError
 from wellcond.lab.train.compare import Dispatch
 from wellcond.lab.train.run import run_job
 
@@ -27,12 +24,6 @@ def test_nothing_is_handed_out_or_repeated_after_a_stop(tmp_path):
     dispatch.stop()
     dispatch.lose(running, "its worker was lost")
     assert not dispatch.waiting and dispatch.outcome.interrupted and not dispatch.outcome.failures
-
-
-def test_an_error_for_all_is_raised(tmp_path):
-    dispatch = Dispatch([small_job(tmp_path)], lambda *told: None)
-    with pytest.raises(WellcondError, match="no such data"):
-        dispatch.handle(dispatch.waiting[0], ("error for all", "no such data"))
 
 
 def test_complete_runs_need_no_worker_and_wrong_ones_are_told_at_once(tmp_path):
