@@ -114,8 +114,8 @@ class AttentionMonitor:
         ...     layer(torch.randn(2, 5, 16)).sum().backward()
         ...     monitor.step()
         >>> frame = monitor.to_frame()
-        >>> sorted(set(frame["step"].tolist())), len(frame), bool((frame["max_logit"] > frame["max_logit_low"] - 1e-6).all())
-        ([1, 2, 4], 12, True)
+        >>> sorted(set(frame["step"].tolist())), len(frame)
+        ([1, 2, 4], 12)
     """
 
     def __init__(
