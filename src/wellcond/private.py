@@ -238,6 +238,33 @@ def operator_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return {**defaults, **given, **kwargs}
 
 
+def in_backward_pass() -> bool:
+    """Whether autograd is running a backward pass in this thread: what is called now is computed again for it.
+
+    Needs `torch._C._current_graph_task_id`, which `torch.autograd.graph` asks for the same; a public function does not
+    exist. Tried with torch 2.15.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Compute beside a forward pass: without gradients and autocast, seen by no mode of torch.
+
+    A mode that selective activation checkpointing puts around a forward pass counts operators, and must not count
+    ours. Needs `torch._C._DisableTorchDispatch` and `torch._C.DisableTorchFunction`, the guards under torch's own
+    modes. Tried with torch 2.15.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for device in ("cpu", torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else ""):
+            if device and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch._C._DisableTorchDispatch())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        yield
+
+
 def return_names(operator: Any) -> tuple[str, ...]:
     """Names of what an operator returns, empty where its schema gives none.
 
