@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport
     from wellcond.measurement.run import MeasureSettings
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
+    from wellcond.training.clip import QKClip
 
 __all__ = [
     "AttentionNotFoundError",
@@ -70,6 +71,7 @@ __all__ = [
     "MissingFileError",
     "NumericalWarning",
     "OptionError",
+    "QKClip",
     "SiteNotFoundError",
     "Slot",
     "Spectrum",
@@ -118,6 +120,7 @@ _LAZY = {
     "jacobian.records": ("JacobianSpectrum",),
     "linalg.records": ("Spectrum",),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
+    "training.clip": ("QKClip",),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
 _MODULES = {*(module.partition(".")[0] for module in _LAZY), "theory"}

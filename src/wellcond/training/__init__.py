@@ -1,0 +1,1 @@
+"""What acts beside an optimiser while a model trains."""
