@@ -1,4 +1,4 @@
-"""The largest logit of every head, exactly, from a pass whose kernels are watched: what tests hold the monitor against."""
+"""The largest logit of every head, exactly, from a pass whose kernels are watched."""
 
 from __future__ import annotations
 

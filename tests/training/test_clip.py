@@ -11,9 +11,8 @@ import wellcond as wc
 from attention.modern import Grouped
 from contracts.harness import randomise_
 from contracts.test_every_family import BUILD, build, run
-from distributed.models import WRAPPERS
+from distributed.models import WRAPPERS, gather, loss_of
 from distributed.models import build as build_distributed
-from distributed.models import gather, loss_of
 from distributed.processes import run_on_two
 from training.logits import Given, largest_logits
 from wellcond.attention.sharding import unwrap

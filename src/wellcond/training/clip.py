@@ -388,9 +388,7 @@ def _plan(
     return torch.cat(targets), torch.cat(exponents), rows
 
 
-def _stored(
-    slot: Slot, norm: nn.Module | None, masters: Mapping[Tensor, Tensor]
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _stored(slot: Slot, norm: nn.Module | None, masters: Mapping[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """The tensors whose entries scale with the heads of a projection, with the head of every entry."""
     if norm is not None:
         heads = torch.arange(slot.num_heads, dtype=torch.int16).repeat_interleave(slot.head_dim)

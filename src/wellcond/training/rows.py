@@ -1,13 +1,16 @@
-"""Entries of stored weights by head: multiplied by one number per head on the device, shards included.
+"""Entries of stored weights by head, on the device and without waiting for it: the ground of what acts after every step.
 
-Everything that acts on heads after an optimiser's step needs the same table: for every entry of a stored tensor, the
-head that it belongs to. It is made once, by writing the numbers of the heads into a tensor of the same shape as a slot
-writes weights; axes along which it does not change are dropped, so that what is left is a vector in most layouts.
+`HeadView` reads and writes the heads of a whole tensor. `RowFactors` multiplies the entries of each head by a number,
+also in a shard that holds parts of heads: it knows the head of every entry from a table that is made once, by writing the
+numbers of the heads into a tensor as a slot writes weights. Axes along which the table does not change are dropped, so
+that it is a vector in most layouts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +22,56 @@ from wellcond.attention.slot import Slot
 from wellcond.errors import OptionError
 
 NO_HEAD = -1
+
+
+@dataclass(frozen=True, eq=False)
+class HeadView:
+    """The heads of one projection in a tensor stored like its weight, `joined` of them to a matrix."""
+
+    slot: Slot
+    joined: int = 1
+    placed: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+
+    def take(self, stored: Tensor) -> Tensor:
+        """(heads, out, in); the storage itself, where the heads follow each other and stand alone."""
+        heads = self._read(stored)
+        if self.joined == 1:
+            return heads
+        groups = heads.unflatten(0, (-1, self.joined))
+        return groups.transpose(1, 2).flatten(2) if self.slot.heads_on_input else groups.flatten(1, 2)
+
+    def put_(self, stored: Tensor, heads: Tensor) -> None:
+        """Write what `take` returned."""
+        if self.joined > 1 and self.slot.heads_on_input:
+            heads = heads.unflatten(2, (self.joined, -1)).transpose(1, 2).flatten(0, 1)
+        elif self.joined > 1:
+            heads = heads.unflatten(1, (self.joined, -1)).flatten(0, 1)
+        if self._is_view:
+            self._read(stored).copy_(heads)
+        elif self.slot.heads_on_input:
+            self.slot.as_matrix(stored)[:, self._rows(stored.device)] = heads.transpose(0, 1)
+        else:
+            self.slot.as_matrix(stored)[self._rows(stored.device)] = heads
+
+    @cached_property
+    def _is_view(self) -> bool:
+        return self.slot.by_head or self.slot.span is not None
+
+    def _read(self, stored: Tensor) -> Tensor:
+        slot = self.slot
+        if slot.by_head:
+            return slot.take_heads(stored)
+        rows: Any = slot.span if self._is_view else self._rows(stored.device).flatten()
+        sizes = tuple(slot.rows.shape)
+        if slot.heads_on_input:
+            return slot.as_matrix(stored)[:, rows].unflatten(1, sizes).transpose(0, 1)
+        return slot.as_matrix(stored)[rows].unflatten(0, sizes)
+
+    def _rows(self, device: torch.device) -> Tensor:
+        """The rows on the device, sent there once: the host waits for every copy."""
+        if device not in self.placed:
+            self.placed[device] = self.slot.rows.to(device)
+        return self.placed[device]
 
 
 def heads_of_weight(slot: Slot) -> Tensor:
