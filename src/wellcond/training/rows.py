@@ -1,9 +1,9 @@
-"""Entries of stored weights by head, on the device and without waiting for it: the ground of what acts after every step.
+"""Entries of stored weights by head, on the device and without waiting for it, for all that acts after every step.
 
 `HeadView` reads and writes the heads of a whole tensor. `RowFactors` multiplies the entries of each head by a number,
-also in a shard that holds parts of heads: it knows the head of every entry from a table that is made once, by writing the
-numbers of the heads into a tensor as a slot writes weights. Axes along which the table does not change are dropped, so
-that it is a vector in most layouts.
+also in a shard that holds parts of heads: it knows the head of every entry from a table that is made once, by writing
+the numbers of the heads into a tensor as a slot writes weights. Axes along which the table does not change are dropped,
+so that it is a vector in most layouts.
 """
 
 from __future__ import annotations
