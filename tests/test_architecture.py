@@ -28,7 +28,7 @@ ALLOWED = {
     "jacobian": BASE | {"linalg", "attention"},
     "measurement": BASE | {"linalg", "attention", "conditioning", "jacobian"},
     "doctor": BASE | {"linalg", "attention", "init", "conditioning", "jacobian", "measurement"},
-    "training": BASE | {"linalg", "attention", "conditioning"},
+    "training": BASE | {"linalg", "attention", "conditioning", "measurement"},
     "integrations": BASE | {"attention", "init", "conditioning", "measurement", "training"},
     "lab": CORE | {"integrations"},
 }

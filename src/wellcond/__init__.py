@@ -16,6 +16,7 @@ from wellcond.errors import (
     LayoutWarning,
     MissingExtraError,
     MissingFileError,
+    MonitorError,
     NumericalWarning,
     OptionError,
     SiteNotFoundError,
@@ -48,9 +49,11 @@ if TYPE_CHECKING:
     from wellcond.training.cap import SpectralCap
     from wellcond.training.clip import QKClip
     from wellcond.training.groups import QKRate, parameter_groups
+    from wellcond.training.monitor import AttentionMonitor
     from wellcond.training.muon import HeadMuon, muon_groups
 
 __all__ = [
+    "AttentionMonitor",
     "AttentionNotFoundError",
     "AttentionSite",
     "CheckpointMismatchError",
@@ -73,6 +76,7 @@ __all__ = [
     "MeasurementReport",
     "MissingExtraError",
     "MissingFileError",
+    "MonitorError",
     "NumericalWarning",
     "OptionError",
     "QKClip",
@@ -132,6 +136,7 @@ _LAZY = {
     "training.clip": ("QKClip",),
     "training.groups": ("QKRate", "parameter_groups"),
     "training.muon": ("HeadMuon", "muon_groups"),
+    "training.monitor": ("AttentionMonitor",),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
 _MODULES = {*(module.partition(".")[0] for module in _LAZY), "theory"}

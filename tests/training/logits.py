@@ -29,5 +29,5 @@ class Given:
     def __init__(self, largest):
         self.largest = largest
 
-    def max_logits(self):
+    def max_logits(self, *, reduce):
         return self.largest

@@ -190,6 +190,60 @@ def test_errors():
         clip_once(model, {"": torch.ones(3)}, 10.0)
 
 
+# With the monitor of its own
+
+
+def train(model, steps, tau=None, lr=0.05, **options):
+    """The largest logits before every step, and the clip."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    clip = None if tau is None else wc.QKClip(model, optimizer, tau, **options)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(4, 12, 32, generator=generator)
+    largest = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(tokens) - tokens.flip(1)).square().mean().backward()
+        optimizer.step()
+        seen = largest_logits(model, wc.find_attention(model), lambda: model(tokens))
+        largest.append(max(float(one.max()) for one in seen.values()))
+    return largest, clip
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def test_a_training_whose_logits_explode_is_held():
+    free, _ = train(encoder(), 40, lr=0.3)
+    held, clip = train(encoder(), 40, lr=0.3, tau=10.0)
+    # These are logits after the step, whose weights are clipped by what the pass before it showed.
+    assert max(free) > 1000 and max(held) < 100 and held[-1] < 20
+    assert any(row["times_clipped"] for row in clip.records()) and all(r["steps_seen"] == 40 for r in clip.records())
+
+
+def test_a_training_below_tau_is_the_same_bit_for_bit():
+    plain, clipped = encoder(), encoder()
+    train(plain, 5)
+    train(clipped, 5, tau=1e6)
+    assert same_state(clipped, plain.state_dict())
+
+
+def test_what_a_compiled_model_hides_is_reported(caplog):
+    model = encoder()
+    state = state_of(model)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    with caplog.at_level(logging.WARNING, "wellcond"):
+        clip = wc.QKClip(model, optimizer := optimizer_of(model), 1e-3)
+        model(torch.randn(2, 5, 32)).sum().backward()
+        optimizer.step()
+    unseen = [row["site"] for row in clip.records() if row["steps_seen"] == 0]
+    assert all(name in caplog.text for name in unseen)
+    assert unseen == [] or same_state(model, state)
+
+
 # Several processes
 
 DISTRIBUTED = [("llama", "ddp"), ("llama", "fsdp"), ("llama", "tp"), ("llama", "fsdp over tp"), ("gpt2", "fsdp")]

@@ -1,1 +1,1 @@
-"""What acts beside an optimiser while a model trains."""
+"""What runs beside an optimiser: a monitor of every head, alarms, and what acts on the weights."""

@@ -29,6 +29,7 @@ from wellcond.attention.sharding import full_tensor, is_distributed, reshard_, u
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import ConditioningError, OptionError, UnsupportedLayoutError
+from wellcond.training.monitor import AttentionMonitor
 from wellcond.training.rows import RowFactors, after_step, as_optimizers, check_held, heads_of_bias, heads_of_weight
 
 LOGGER = logging.getLogger("wellcond")
@@ -45,8 +46,11 @@ LEAVE_OUT = "Leave it out with sites=..., as in QKClip(model, optimizer, sites='
 class LogitSource(Protocol):
     """What `QKClip` asks of a monitor."""
 
-    def max_logits(self) -> Mapping[str, Tensor]:
-        """The largest logit of every head in the last step, by name of the layer: exact, or a bound from above."""
+    def max_logits(self, *, reduce: bool) -> Mapping[str, Tensor]:
+        """The largest logit of every head since the last step, by name of the layer: exact, or a bound from above.
+
+        It is asked with ``reduce=False``: `QKClip` itself takes the maximum over all processes.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +84,8 @@ class QKClip:
         alpha: share of the queries in the correction; 1 for the queries alone, exact per query head also where they
             share keys.
         log_only: only keep the records.
-        monitor: where the largest logits come from; by default a light `AttentionMonitor` of the model's own.
+        monitor: where the largest logits come from: an `AttentionMonitor` with ``every=1``, of which `step` is called
+            after the optimiser's; by default one of its own that reads nothing else.
         sites: only these layers, from `find_attention(model)`, or a pattern of paths; all by default.
         masters: for optimisers that hold float32 copies of the model's 16-bit weights: the copy of each parameter.
         process_group: whose processes see different batches of the same weights; all by default.
@@ -134,8 +139,12 @@ class QKClip:
         targets, exponents, self._rows = _plan(self.layers, gains, masters)
         self._targets, self._exponents = targets.to(device), exponents.to(device)
         self._groups = torch.cat([layer.query_groups for layer in self.layers]).to(device)
-        self.monitor = _light_monitor(model, chosen) if monitor is None else monitor
-        self._own_monitor = monitor is None
+        self._own_monitor: AttentionMonitor | None = None
+        if monitor is None:
+            monitor = self._own_monitor = AttentionMonitor(
+                model, every=1, columns=["max_logit"], weights=False, sites=chosen, group=process_group
+            )
+        self.monitor: LogitSource = monitor
         self._unknown: set[str] = set()
         self._state = _State(len(self._groups), device)
         self._handle = after_step(optimizers, self._act)
@@ -149,8 +158,8 @@ class QKClip:
     def remove(self) -> None:
         """End the clipping; the weights stay as they are."""
         self._handle.remove()
-        if self._own_monitor and hasattr(self.monitor, "remove"):
-            self.monitor.remove()
+        if self._own_monitor is not None:
+            self._own_monitor.close()
 
     def records(self) -> list[dict[str, Any]]:
         """What happened to every head so far; this waits for the device.
@@ -182,15 +191,20 @@ class QKClip:
         self._state.update(largest, seen, gamma)
         if not self.log_only:
             self._rows.multiply_(self._factors(gamma))
+        if self._own_monitor is not None:
+            self._warn_once(
+                {name: why["max_logit"] for name, why in self._own_monitor.not_seen.items() if "max_logit" in why}
+            )
+            self._own_monitor.discard()
 
     def _largest_logits(self) -> Tensor:
         """(all query heads), NaN where a head was not seen; the same on every process."""
-        seen = self.monitor.max_logits()
+        seen = self.monitor.max_logits(reduce=False)
         parts = []
         for layer in self.layers:
             found, heads = seen.get(layer.site.name), layer.site.num_heads
             if found is None:
-                self._warn_of(layer.site.name)
+                self._warn_once({layer.site.name: "the monitor does not name it"})
                 parts.append(torch.full((heads,), math.nan, device=self._state.device))
             elif tuple(found.shape) != (heads,):
                 raise OptionError(
@@ -207,10 +221,11 @@ class QKClip:
             largest = torch.where(largest == -math.inf, math.nan, largest)
         return largest
 
-    def _warn_of(self, name: str) -> None:
-        if name not in self._unknown:
-            self._unknown.add(name)
-            LOGGER.warning("QKClip: the largest logits of %s were not seen, so it is not clipped", name)
+    def _warn_once(self, reasons: Mapping[str, str]) -> None:
+        for name, why in reasons.items():
+            if name not in self._unknown:
+                self._unknown.add(name)
+                LOGGER.warning("QKClip: the largest logits of %s were not seen, so it is not clipped: %s", name, why)
 
     def _factors(self, gamma: Tensor) -> Tensor:
         """One factor for each projection's head, and 1 for what is no head's."""
@@ -245,10 +260,6 @@ class _State:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.last, self.smallest, self.clipped, self.seen
-
-
-def _light_monitor(model: nn.Module, sites: list[AttentionSite]) -> LogitSource:
-    raise NotImplementedError
 
 
 def _check_options(tau: Any, alpha: Any) -> tuple[float, float]:
