@@ -16,6 +16,7 @@ from wellcond.errors import (
     LayoutWarning,
     MissingExtraError,
     MissingFileError,
+    MonitorError,
     NumericalWarning,
     OptionError,
     SiteNotFoundError,
@@ -45,8 +46,10 @@ if TYPE_CHECKING:
     from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport
     from wellcond.measurement.run import MeasureSettings
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
+    from wellcond.training.monitor import AttentionMonitor
 
 __all__ = [
+    "AttentionMonitor",
     "AttentionNotFoundError",
     "AttentionSite",
     "CheckpointMismatchError",
@@ -68,6 +71,7 @@ __all__ = [
     "MeasurementReport",
     "MissingExtraError",
     "MissingFileError",
+    "MonitorError",
     "NumericalWarning",
     "OptionError",
     "SiteNotFoundError",
@@ -118,6 +122,7 @@ _LAZY = {
     "jacobian.records": ("JacobianSpectrum",),
     "linalg.records": ("Spectrum",),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
+    "training.monitor": ("AttentionMonitor",),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
 _MODULES = {*(module.partition(".")[0] for module in _LAZY), "theory"}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellcond.errors import ModelSpecError, WellcondError, needs_extra
+from wellcond.errors import TRUST_NEEDED, ModelSpecError, WellcondError, needs_extra
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,8 +66,6 @@ def parse_values(pairs: Sequence[str]) -> dict[str, Any]:
 
 BUILDERS: dict[str, Callable[[str, dict[str, Any]], nn.Module]] = {}
 """Further kinds of models by prefix, from a name and its arguments; `wellcond.lab` adds its own."""
-
-TRUST_NEEDED = "{} would run code from a file that a recipe names; pass --trust-local-code if you trust it"
 
 
 def is_local_code(spec: str) -> bool:

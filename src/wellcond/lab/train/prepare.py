@@ -64,7 +64,9 @@ def _shard_on_cpu(accelerator: Any) -> None:
 _KEPT: dict[tuple[Any, ...], AbstractTask] = {}
 
 
-def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Progress | None = None) -> AbstractTask:
+def prepare_task(
+    recipe: Recipe, *, seed: int, base: Path | None, progress: Progress | None = None, local_code: bool = False
+) -> AbstractTask:
     """The task of a recipe with its data; the last one is kept, since the runs of a comparison share it."""
     parts = [part.model_dump_json() for part in (recipe.task, recipe.data, recipe.augmentation)]
     with_test = recipe.evaluation.test is not None
@@ -72,16 +74,16 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
     if key not in _KEPT:
         _KEPT.clear()  # before the next is made: there may be no room for two
         with progress_to(progress):
-            data = load_cached_data(parts[1], base)
+            data = load_cached_data(parts[1], base, local_code=local_code)
             context = TaskContext(data, seed, recipe.augmentation, base, with_test)
             _KEPT[key] = TASKS[recipe.task.model_dump()["name"]][1](recipe.task, context)
     return _KEPT[key]
 
 
 @functools.lru_cache(maxsize=1)
-def load_cached_data(data: str, base: Path | None) -> Data:
+def load_cached_data(data: str, base: Path | None, *, local_code: bool = False) -> Data:
     """The data of these settings, in JSON; the runs of a comparison share them."""
-    return load_data(resolve_config(json.loads(data)), base=base)
+    return load_data(resolve_config(json.loads(data)), base=base, local_code=local_code)
 
 
 def prepare_model(

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from wellcond.attention.find import find_attention
-from wellcond.errors import DEBUG_VARIABLE, RecipeError, RunError, WellcondError
+from wellcond.errors import DEBUG_VARIABLE, TRUST_NEEDED, RecipeError, RunError, WellcondError
 from wellcond.lab.data.base import fingerprint
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.build import TRUST_NEEDED, is_local_code
+from wellcond.lab.models.build import is_local_code
 from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
 from wellcond.lab.run_records import COMPLETE, SCHEMA
 from wellcond.lab.tasks.base import AbstractTask
@@ -52,8 +52,9 @@ class Job:
     user_code: UserCode = UserCode()
 
     def __post_init__(self) -> None:
-        if is_local_code(self.recipe.model.name) and not self.local_code:
-            raise RecipeError(TRUST_NEEDED.format(self.recipe.model.name))
+        named = self.recipe.model.name if is_local_code(self.recipe.model.name) else self.recipe.data.local_code
+        if named and not self.local_code:
+            raise RecipeError(TRUST_NEEDED.format(named))
         object.__setattr__(self, "recipe", override_recipe(self.recipe, self.method))
 
     @property
@@ -174,7 +175,7 @@ class Session:
             observer({"event": "phase", "phase": f"{what} {done}/{total}"})
 
         observer({"event": "phase", "phase": "preparing"})
-        task = prepare_task(recipe, seed=job.seed, base=job.base, progress=told)
+        task = prepare_task(recipe, seed=job.seed, base=job.base, progress=told, local_code=job.local_code)
         self._describe_task(task)
         model = prepare_model(recipe, job.method, task, seed=job.seed, base=job.base, local_code=job.local_code)
         self.record["model"] = {
