@@ -10,8 +10,8 @@ from pathlib import Path
 import wellcond as wc
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import parse_methods
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.train.compare import plan_comparison, run_comparison, write_comparison
 
 SHORT = [

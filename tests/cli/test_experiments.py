@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from lab.held_runs import HELD
+from lab.report.fake_runs import FakeMethod, write_comparison
 from lab.small import SETTINGS, command, record, run
 from patience import PATIENCE
-from lab.report.fake_runs import FakeMethod, write_comparison
 from wellcond.cli.app import data_overrides, read_seeds
 from wellcond.cli.main import main
 from wellcond.cli.runs import Comparison, choose_workers

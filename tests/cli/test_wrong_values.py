@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 import wellcond as wc
-from lab.small import SETTINGS
 from lab.report.fake_runs import usual_methods, write_comparison
+from lab.small import SETTINGS
 from wellcond.cli import runs
 from wellcond.cli.main import load_app, main
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes

@@ -7,7 +7,7 @@ from lab.small import record, small_job
 from wellcond.errors import RecipeError, RunRecordError
 from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
 from wellcond.lab.recipe import config_hash, override_recipe
-from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.train.compare import plan_comparison, run_comparison, settings_hash, write_comparison
 from wellcond.lab.train.run import Job, run_job
 

@@ -26,7 +26,7 @@ from wellcond.lab import tune
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.fair import settle_methods
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.statistics import compare_paired, describe_power
 from wellcond.lab.tasks.base import TaskContext
 from wellcond.lab.train.compare import Outcome, run_comparison, write_comparison

@@ -16,10 +16,9 @@ from typing import Any
 from wellcond.errors import RecipeError, RunError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import PARTS, Recipe, TrackingSettings, override_recipe
-from wellcond.lab.report.records import Metric
+from wellcond.lab.records import SCHEMA, Metric
 from wellcond.lab.report.table import number
 from wellcond.lab.report.tuning import KIND, NAME, TunedPoint
-from wellcond.lab.run_records import SCHEMA
 from wellcond.lab.settings import list_problems, plain_numbers
 from wellcond.lab.train.compare import Outcome, plan_comparison, settings_hash
 from wellcond.lab.train.run import Job
