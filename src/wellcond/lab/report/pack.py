@@ -18,8 +18,27 @@ from typing import Any
 
 from wellcond.errors import RunRecordError
 from wellcond.files import to_json, write_atomically
-from wellcond.lab import records
-from wellcond.lab.records import Comparison, Keys, Rows, Run, leaves_of, load_comparisons, log_mark, read_packed, seal
+from wellcond.lab.records import (
+    ARITHMETIC,
+    JACOBIAN,
+    KAPPAS,
+    LARGEST,
+    MEASURED,
+    ROLES,
+    SCHEMA,
+    SMALLEST,
+    Comparison,
+    Keys,
+    Rows,
+    Run,
+    check_stays_inside,
+    leaves_of,
+    load_comparisons,
+    log_mark,
+    packed_path,
+    read_packed,
+    seal,
+)
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.page import gather
 from wellcond.lab.report.statistics import summarise_logs
@@ -32,7 +51,7 @@ LEFT_OUT = ("schema", "kind", "slug", "config_hash", "logs", "samples")
 IN_CURVES = ("epoch", "train_loss", "seconds")
 """Numbers of an evaluation that its curves have as well."""
 MOST_POINTS = 60
-CURVES = ("loss", *(f"grad_norm_{role}" for role in records.ROLES))
+CURVES = ("loss", *(f"grad_norm_{role}" for role in ROLES))
 
 
 def pack(folder: Path, output: Path) -> list[Path]:
@@ -50,9 +69,9 @@ def pack(folder: Path, output: Path) -> list[Path]:
         if run.outcome == "partial":
             raise RunRecordError(run.file, f"is of a run that is {run.status}", "Finish it, or delete its folder.")
     places = [output / comparison.folder.relative_to(folder) for comparison in found]
-    places = [records.packed_path(place) for place in places]
+    places = [packed_path(place) for place in places]
     for place in places:  # before anything is written
-        records.check_stays_inside(output if output in place.parents else output.parent, [place])
+        check_stays_inside(output if output in place.parents else output.parent, [place])
     return [_write(comparison, place) for comparison, place in zip(found, places, strict=True)]
 
 
@@ -84,7 +103,7 @@ def packed_lines(comparison: Comparison) -> bytes:
     # Runs of `train` have no record of a comparison; all but its name follows from them.
     stored = {"name": comparison.name} if comparison.stored is None else dict(comparison.stored)
     stored = {key: value for key, value in stored.items() if key not in ("schema", "kind", "settings_hash")}
-    first = {"kind": "comparison", "schema": records.SCHEMA, **stored, "shared": shared}
+    first = {"kind": "comparison", "schema": SCHEMA, **stored, "shared": shared}
     first["lines"] = log_mark(len(rest), hashlib.sha256(rest))
     return to_json(seal(first)).encode() + b"\n" + rest
 
@@ -195,19 +214,19 @@ def pack_heads(rows: Rows) -> dict[str, list[Any]]:
     singular value is left out, since it is the largest over the condition number.
     """
     ends: set[Any] = set()
-    for key in (*records.JACOBIAN[:4], *records.ARITHMETIC, *records.KAPPAS):
+    for key in (*JACOBIAN[:4], *ARITHMETIC, *KAPPAS):
         steps = [row["step"] for row in rows if row.get(key) is not None]
         ends |= {*steps[:1], *steps[-1:]}
     kept = []
     for step, group in groupby(rows, key=lambda row: row["step"]):
         heads = list(group)
         if step in ends:
-            kept += [{key: row.get(key) for key in records.MEASURED if key not in records.SMALLEST} for row in heads]
+            kept += [{key: row.get(key) for key in MEASURED if key not in SMALLEST} for row in heads]
             continue
-        measured = [row for row in heads if any(row.get(key) is not None for key in records.JACOBIAN[:4])] or heads[:1]
-        listed = [{key: row.get(key) for key in (*records.MEASURED[:4], *records.JACOBIAN)} for row in measured]
-        means = {key: finite_mean(number(row.get(key)) for row in heads) for key in records.ARITHMETIC}
-        for key in (*records.KAPPAS, *records.LARGEST):
+        measured = [row for row in heads if any(row.get(key) is not None for key in JACOBIAN[:4])] or heads[:1]
+        listed = [{key: row.get(key) for key in (*MEASURED[:4], *JACOBIAN)} for row in measured]
+        means = {key: finite_mean(number(row.get(key)) for row in heads) for key in ARITHMETIC}
+        for key in (*KAPPAS, *LARGEST):
             means[key] = summarise_logs(number(row.get(key)) for row in heads).geometric_mean
         kept += [listed[0] | means, *listed[1:]]
     return to_columns(kept)
