@@ -80,25 +80,25 @@ def test_a_report_is_not_written_through_a_link(link, tmp_path):
     assert files_below(tmp_path / "precious") == before
 
 
-@pytest.mark.parametrize("link", ["packed/default", "packed/report", "packed"])
+@pytest.mark.parametrize("link", ["packed.jsonl", "below"])
 def test_records_are_not_packed_through_a_link(link, tmp_path):
-    """Neither written nor, as runs of a former pack, deleted; and a comparison before it is not written either."""
+    """And a comparison before it is not written either."""
     few = {"points": 2, "layers": 1, "heads": 1}
-    for name in ("alpha", "packed"):
+    for name in ("alpha", "packed", "below/inner"):
         write_comparison(tmp_path / "runs" / name, [FakeMethod("default", {0: 0.9})], epochs=3, **few)
     output, precious = tmp_path / "output", tmp_path / "precious"
     precious.mkdir()
-    (precious / "seed7.json").write_text("keep")
+    (precious / "inner.jsonl").write_text("keep")
     (output / link).parent.mkdir(parents=True)
-    (output / link).symlink_to(precious)
+    (output / link).symlink_to(precious / "inner.jsonl" if link == "packed.jsonl" else precious)
     with pytest.raises(RunRecordError, match="is a link that leads out"):
         pack(tmp_path / "runs", output)
-    assert set(files_below(precious)) == {"seed7.json"} and not [path for path in output.rglob("*.json")]
+    assert (precious / "inner.jsonl").read_text() == "keep" and list(output.iterdir()) == [output / link]
     (output / link).unlink()
     (tmp_path / "elsewhere").mkdir()
     output.rename(tmp_path / "moved")
     output.symlink_to(tmp_path / "elsewhere")  # what the user names may be a link
-    assert pack(tmp_path / "runs", output) and (tmp_path / "elsewhere" / "packed" / "default" / "seed0.json").is_file()
+    assert pack(tmp_path / "runs", output) and (tmp_path / "elsewhere" / "packed.jsonl").is_file()
 
 
 def secret(folder):

@@ -8,7 +8,7 @@ import pytest
 
 from patience import PATIENCE
 from wellcond.errors import RunError
-from wellcond.lab.run_records import SCHEMA
+from wellcond.lab.records import SCHEMA
 from wellcond.lab.train.run_folder import RunFolder
 
 pytestmark = pytest.mark.processes

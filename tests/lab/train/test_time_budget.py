@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lab.small import command, record, run, small_job, small_recipe, stop_after, train_command
-from wellcond.lab.run_records import seal
+from wellcond.lab.records import seal
 from wellcond.lab.train.length import RunClock, TimeBudget
 from wellcond.lab.train.run import run_job
 

@@ -10,9 +10,8 @@ from lab.small import TESTED, assert_same_run, kill_at_write, record, small_job,
 from wellcond.errors import RunError, WellcondError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.plan import read_comparison, write_comparison
-from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.records import load_comparisons, read_json
 from wellcond.lab.report.page import build_report
-from wellcond.lab.report.records import read_json
 from wellcond.lab.train import evaluate
 from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.run import run_job
