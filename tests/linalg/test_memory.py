@@ -51,9 +51,3 @@ def test_without_either_half_of_the_machine(content, no_psutil, no_sysconf, tmp_
         (tmp_path / "meminfo").write_text(content)
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
     assert memory.available_bytes() == 1000 * 4096 // 2
-
-
-def test_where_nothing_is_known_a_few_gigabytes_are_assumed(no_psutil, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "none")
-    monkeypatch.delattr(os, "sysconf")  # as on Windows
-    assert memory.available_bytes() == memory.FALLBACK_BYTES
