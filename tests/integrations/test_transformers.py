@@ -161,7 +161,7 @@ class Augmented:
         return {**row, "input_ids": (row["input_ids"] + shift) % 32}
 
 
-@pytest.mark.parametrize("options", [EVERY, {"weights_every": 1}, {}], ids=["every", "weights", "budget"])
+@pytest.mark.parametrize("options", [EVERY, pytest.param({}, marks=pytest.mark.slow)], ids=["every", "budget"])
 def test_training_is_the_same_with_and_without(options, tmp_path):
     found = []
     for watched in (False, True):
