@@ -14,6 +14,9 @@ for package in ("zensical", "mkdocstrings", "matplotlib"):
     pytest.importorskip(package, reason="the docs extra is not installed", exc_type=ImportError)
 
 
+pytestmark = pytest.mark.slow  # half a minute; .github/workflows/docs.yml builds the site for every change
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
@@ -77,7 +80,6 @@ def browser():
         found.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (375, "light")])
 def test_a_browser_sets_every_formula(site, browser, width, scheme):
     addresses = [page for page in sorted(site.rglob("*.html")) if "/katex.min.js" in page.read_text("utf-8")]
@@ -101,7 +103,6 @@ def test_a_browser_sets_every_formula(site, browser, width, scheme):
     assert problems == []
 
 
-@pytest.mark.slow
 def test_the_search_works_from_disk(site, browser):
     page = browser.new_page()
     page.set_default_timeout(1000 * PATIENCE)

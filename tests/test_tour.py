@@ -10,6 +10,7 @@ CELLS = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_the_tour_runs(tmp_path, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     pytest.importorskip("pandas")
@@ -26,26 +27,6 @@ def test_it_was_run_in_order_and_without_an_error():
     outputs = [output for cell in CODE for output in cell["outputs"]]
     assert {output["output_type"] for output in outputs} <= {"stream", "execute_result", "display_data"}
     assert not [output for output in outputs if output.get("name") == "stderr"]
-
-
-def test_what_a_cell_shows_is_there():
-    """A cell that ends in an expression shows a table, one that prints shows text, one that draws a picture."""
-    kinds = set()
-    for cell in CODE:
-        last = cell["source"][-1]
-        shown = {kind for output in cell["outputs"] for kind in output.get("data", {"text": ""})}
-        if last.startswith("print("):
-            kind = "text"
-        elif "plt.subplots" in "".join(cell["source"]):
-            kind = "image/png"
-        elif last.startswith(("pd.", "track.", "report.", ")")):
-            kind = "text/html"
-        else:
-            assert not shown, cell["id"]
-            continue
-        assert kind in shown, cell["id"]
-        kinds.add(kind)
-    assert kinds == {"text", "image/png", "text/html"}
 
 
 def test_it_is_small_and_says_nothing_of_the_machine_it_ran_on():

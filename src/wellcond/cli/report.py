@@ -32,8 +32,8 @@ def report(
 
 def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) -> None:
     """Build the report of a folder, print its summary and where it is."""
+    from wellcond.lab.records import load_comparisons
     from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
-    from wellcond.lab.report.load_runs import load_comparisons
     from wellcond.lab.report.page import gather, write_report
 
     out = make_console()
