@@ -19,8 +19,8 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.parts import OwnParts, choose_folder, join_parts
 from wellcond.lab.plan import RATE
 from wellcond.lab.pool import choose_workers
+from wellcond.lab.records import read_record, seal
 from wellcond.lab.report.statistics import FEWEST_SEEDS, smallest_detectable
-from wellcond.lab.run_records import read_record, seal
 from wellcond.lab.settings import Interval
 from wellcond.lab.tasks.base import EVALUATION, AbstractTask, evaluating
 from wellcond.lab.train.prepare import prepare_model, prepare_task
