@@ -253,3 +253,30 @@ def test_a_missing_extra_names_its_install_line():
     for extra, count in (("vision", 1), ("text", 1), ("train", 1)):
         assert done.stdout.count(f"pip install 'wellcond[{extra}]'") == count
     assert done.returncode == 1 and "pip install 'wellcond[cli]'" in done.stderr
+
+
+TESTS = Path(__file__).parent
+MIRROR_NOTHING = {"contracts", "distributed", "export", "repository", "security"}
+"""What holds for every family, for two processes, for exported models, for the files of the repository, for input."""
+LATER = {"cli", "jacobian", "lab"}
+
+
+def is_mirrored(path):
+    """Whether a test lies where the module that it tests does.
+
+    The tests of `a/b.py` are `a/test_b.py`; more of them are `a/test_b_topic.py` or in a folder `a/b`.
+    """
+    folder, words = SRC / path.parent, path.stem.removeprefix("test_").split("_")
+    places = [folder / "_".join(words[:count]) for count in range(1, len(words) + 1)]
+    return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places) or (
+        folder.with_suffix(".py").is_file()
+    )
+
+
+FOLDERS = {path.name for path in TESTS.iterdir() if path.is_dir()}
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS - MIRROR_NOTHING - LATER - {"__pycache__"}))
+def test_tests_mirror_the_tree(folder):
+    tests = [path.relative_to(TESTS) for path in (TESTS / folder).rglob("test_*.py")]
+    assert [str(path) for path in tests if not is_mirrored(path)] == []
