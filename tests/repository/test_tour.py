@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[1] / "examples" / "tour.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "tour.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_model
 
 import wellcond as wc
 from lab.tasks.detection.coco_sets import ROOT as DATA
-from test_documents import ROOT, blocks_of, commands_in, with_blocks
+from repository.test_documents import ROOT, blocks_of, commands_in, with_blocks
 from wellcond.cli.main import load_app
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import split_methods
@@ -127,7 +127,7 @@ exec "$@"
 WELLCOND = f"""#!{sys.executable}
 import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
-from test_listed_commands import cut_short
+from repository.test_listed_commands import cut_short
 from wellcond.cli.main import main
 sys.argv[1:] = cut_short(sys.argv[1:])
 main()

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_missing_library_names_its_install_line():
     code = (
         "import importlib, sys\n"

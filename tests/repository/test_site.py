@@ -9,7 +9,7 @@ import pytest
 
 from patience import PATIENCE
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 for package in ("zensical", "mkdocstrings", "matplotlib"):
     pytest.importorskip(package, reason="the docs extra is not installed", exc_type=ImportError)
 

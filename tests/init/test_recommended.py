@@ -10,7 +10,7 @@ from torch import nn
 import wellcond as wc
 from wellcond.init import recommended
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", DOCS / "index.md", DOCS / "start.md", *sorted((DOCS / "training").glob("*.md"))]
 TABLES = [ROOT / "README.md", DOCS / "methods" / "calibrated.md"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SLOW = {"05_compare_methods.py"}  # trains twelve models: half a minute
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 
