@@ -1,6 +1,7 @@
 """Rules of the source tree that a reader relies on."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,41 @@ def test_imports_point_downwards(path):
         root, *rest = name.split(".")
         if root == "wellcond" and layer != "cli":
             assert rest and rest[0] in ALLOWED[layer] | {layer}, f"{layer} may not import {name}"
+
+
+LAB = [
+    {"settings", "seeding", "run_lengths", "records", "nystrom", "optimizers"},
+    {"data"},  # with tokenizers, which are trained on data
+    {"user_code", "models"},
+    {"methods", "tasks"},
+    {"recipe"},
+    {"load_recipe", "recipes"},
+    {"train"},
+    {"plan", "pool", "parts"},
+    {"cluster", "report"},
+    {"tune"},
+    {"comparison"},
+    {"trial", "reproduce"},
+]
+"""Packages of the laboratory: recipe, jobs, pool, training, report. An import leads to an earlier row, or to a package
+of the same row that does not import back."""
+
+
+def test_the_laboratory_has_no_cycle_and_no_arrow_back():
+    rows = {name: row for row, names in enumerate(LAB) for name in names}
+    arrows = set()
+    for path in (SRC / "lab").rglob("*.py"):
+        here = path.relative_to(SRC / "lab").parts[0].removesuffix(".py").replace("tokenizers", "data")
+        if here == "__init__":
+            continue
+        for name in imported(ast.parse(path.read_text())):
+            parts = name.split(".")
+            there = parts[2].replace("tokenizers", "data") if name.startswith("wellcond.lab.") else here
+            if there != here:
+                assert rows[there] <= rows[here], f"{path.relative_to(SRC)}: {here} may not import {there}"
+                arrows.add((here, there))
+    graph = {name: {there for here, there in arrows if here == name} for name in rows}
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a cycle
 
 
 def test_the_report_imports_no_training():
