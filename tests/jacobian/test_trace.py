@@ -10,7 +10,7 @@ from contracts import cases_hf, cases_timm
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.graph import NotTracedError
 from wellcond.jacobian.module import ModuleJacobian
-from wellcond.jacobian.replica import Replica
+from wellcond.jacobian.module import Replica
 from wellcond.jacobian.select import select_operator
 from wellcond.jacobian.trace import trace_rowwise
 
