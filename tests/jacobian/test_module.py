@@ -91,9 +91,7 @@ def test_jacobian_is_the_limit_of_differences(family):
     step = 1e-5
     for v in directions:
         with torch.no_grad():
-            ahead, behind = (
-                head.output(*head.unflatten(weights + sign * step * v)).flatten() for sign in (1, -1)
-            )
+            ahead, behind = (head.output(*head.unflatten(weights + sign * step * v)).flatten() for sign in (1, -1))
         expected = (ahead - behind) / (2 * step)
         torch.testing.assert_close(jacobian @ v, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max() + 1e-3))
         torch.testing.assert_close(head.matvec(v), jacobian @ v, rtol=1e-9, atol=1e-9)
@@ -117,7 +115,7 @@ def test_plain_heads_have_the_same_jacobian_in_both_ways(family):
     for captured in captured_from(family)[1]:
         if not captured.is_plain:
             continue
-        plain = torch.cat(list(dense_jacobian(captured.stacked_head(0)).values()), dim=1)
+        plain = torch.cat(list(dense_jacobian(captured.head(0, None)).values()), dim=1)
         torch.testing.assert_close(ModuleJacobian(captured, 0).as_matrix(), plain, rtol=1e-10, atol=1e-10)
 
 
@@ -145,7 +143,7 @@ def test_gated_output_is_part_of_the_function():
     head = ModuleJacobian(captured, 1)
     plain = timm.layers.Attention(12, num_heads=4).double()
     plain.load_state_dict(attention.state_dict(), strict=False)
-    ungated = capture_attention(plain, x)[0].stacked_head(1).output()
+    ungated = capture_attention(plain, x)[0].head(1, None).output()
     gate = attention.gate(x).sigmoid().flatten(0, 1)[:, 3:6]
     torch.testing.assert_close(head.output(), ungated * gate.detach())
 

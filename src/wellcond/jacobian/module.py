@@ -27,8 +27,7 @@ from wellcond.attention.record import ROLES, SiteRecord
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import CopyError, ReplayError, UnsupportedLayoutError, WeightError
-from wellcond.jacobian.capture.align import is_map, tolerance
-from wellcond.jacobian.capture.attention import CapturedAttention
+from wellcond.jacobian.capture import CapturedAttention, is_map, tolerance
 from wellcond.jacobian.operator import GramOperator, JacobianOperator, Side
 from wellcond.jacobian.ranks import RankBound
 from wellcond.linalg.spectrum import numerical_rank

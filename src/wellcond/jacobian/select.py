@@ -15,15 +15,14 @@ from torch import Tensor
 
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
-from wellcond.jacobian.capture.attention import CapturedAttention
+from wellcond.jacobian.capture import CapturedAttention
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
-from wellcond.jacobian.graph import NotTracedError
 from wellcond.jacobian.module import ModuleJacobian, num_samples
 from wellcond.jacobian.operator import JacobianOperator, ProjectedHeads
 from wellcond.jacobian.rowwise import RowwiseHead
 from wellcond.jacobian.softmax import SoftmaxJacobian
-from wellcond.jacobian.trace import trace_rowwise
+from wellcond.jacobian.trace import NotTracedError, trace_rowwise
 
 AGREEMENT_OF_OUTPUT: Final = 1e-9
 """Relative difference up to which a structured operator has the output of the module's own float64 copy."""
@@ -146,7 +145,7 @@ def select_operator(
     plain attention whose caller has it already.
     """
     if captured.is_plain:
-        plain = plain or SoftmaxJacobian(captured.stacked_head(kv_head, samples, query_head=query_head), biases)
+        plain = plain or SoftmaxJacobian(captured.head(kv_head, samples, query_head=query_head), biases)
         stacked = ", samples stacked" if len(samples) > 1 else ""
         return SelectedOperator(plain, f"structured: plain softmax{stacked}")
     kind = captured.site.kind
@@ -168,7 +167,7 @@ def output_operator(captured: CapturedAttention, samples: Sequence[int], biases:
     site = captured.site
     assert site.o is not None
     w_o = site.o.read().detach().cpu().double().transpose(0, 1).flatten(1)  # (out, heads dv) from (heads, out, dv)
-    heads = captured.stacked_heads([(head, None) for head in range(site.num_kv_heads)], samples)
+    heads = captured.heads([(head, None) for head in range(site.num_kv_heads)], samples)
     sizes = tuple((head.num_query_heads, head.num_tokens, head.value_dim) for head in heads)
     return ProjectedHeads(tuple(SoftmaxJacobian(head.cpu(), biases) for head in heads), sizes, w_o)
 

@@ -21,8 +21,8 @@ from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import TooLongError
 from wellcond.jacobian.bounds import SurrogateFactors, log10_kappa_bound, softmax_spectra
-from wellcond.jacobian.capture import capture_sites
-from wellcond.jacobian.capture.attention import CapturedAttention
+from wellcond.jacobian.capture import capture_attention
+from wellcond.jacobian.capture import CapturedAttention
 from wellcond.jacobian.diagnosis import (
     COLLAPSED_MASS,
     AttentionStatistics,
@@ -149,13 +149,13 @@ def measure(
         def measure_layer(site: AttentionSite, call: Any) -> LayerReport:
             count = site.num_heads if task.grouped == "each" else site.num_kv_heads
             known = None if heads is None else [head for head in heads if head < count]
-            captured = capture_sites(site.module, call, [site], max_samples=task.samples)
+            captured = capture_attention(site.module, call, [site], max_samples=task.samples)
             return _measure_captured(captured, known, task, iter, None, pace)[0]
 
         rows = tuple(measure_sharded(model, batch, chosen, measure_layer))
     else:
         asked = sites is not None or layers is not None
-        captured = capture_sites(model, batch, chosen, max_samples=task.samples, required=asked)
+        captured = capture_attention(model, batch, chosen, max_samples=task.samples, required=asked)
         log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
         rows = _measure_captured(captured, heads, task, progress, log, pace)
     return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning, run=facts)
@@ -254,7 +254,7 @@ def _group_heads(captured: CapturedAttention, parts: list[Part], task: MeasureSe
     if captured.is_plain:
         wanted = [(part.kv_head, part.query_head) for part in parts]
         used = samples if task.jacobian else samples[:1]
-        plain = [list(captured.stacked_heads(wanted, some)) for some in used]
+        plain = [list(captured.heads(wanted, some)) for some in used]
     room = GROUP_BYTES if task.memory_limit is None else min(GROUP_BYTES, task.memory_limit)
     size = min((stack_size(heads, room) for heads in plain), default=1)
     if pace.admit is not None:

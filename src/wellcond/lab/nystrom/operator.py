@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.capture.attention import CapturedAttention
+from wellcond.jacobian.capture import CapturedAttention
 from wellcond.jacobian.diagnosis import map_statistics
 from wellcond.jacobian.ends import make_triangle
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, TriangleHint
