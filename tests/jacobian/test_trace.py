@@ -8,8 +8,7 @@ import transformers as tf
 
 from contracts import cases_hf, cases_timm
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
-from wellcond.jacobian.module import ModuleJacobian
-from wellcond.jacobian.module import Replica
+from wellcond.jacobian.module import ModuleJacobian, Replica
 from wellcond.jacobian.select import select_operator
 from wellcond.jacobian.trace import NotTracedError, trace_rowwise
 

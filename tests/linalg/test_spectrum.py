@@ -76,15 +76,13 @@ def test_tensors_on_such_a_device_are_taken_as_arguments():
 
 
 @pytest.mark.parametrize(
-    "matrix", [[[1.0, 1.0], [1.0, 1.0 + 1e-4]], [[3.0, 0.0], [0.0, 0.0]], [[torch.nan, 1.0], [1.0, 1.0]]]
+    "matrix", [[[1.0, 1.0], [1.0, 1.0 + 1e-4]], [[3.0, 0.0], [0.0, 0.0]]]
 )
 def test_polar_factors_are_computed_where_there_is_float64(matrix, monkeypatch):
     matrices = torch.tensor([matrix, [[1.0, 2.0], [3.0, 4.0]]])
     expected = polar(matrices)
-    monkeypatch.setattr("wellcond.linalg.spectrum.has_float64", lambda device: device.type != "cuda")
+    monkeypatch.setattr("wellcond.linalg.orthogonal.has_float64", lambda device: device.type != "cuda")
     with FarDevice() as device:
         found = polar(matrices.to(FAR))
-        for name in ("factor", "sigma_max", "sigma_min"):
-            assert isinstance(getattr(found, name), Far)
-            assert torch.equal(getattr(found, name).cpu().nan_to_num(), getattr(expected, name).nan_to_num())
+        assert isinstance(found, Far) and torch.equal(found.cpu(), expected)
         assert not device.calls["double"]

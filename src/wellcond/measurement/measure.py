@@ -21,8 +21,7 @@ from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import TooLongError
 from wellcond.jacobian.bounds import SurrogateFactors, log10_kappa_bound, softmax_spectra
-from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.capture import CapturedAttention
+from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.diagnosis import (
     COLLAPSED_MASS,
     AttentionStatistics,

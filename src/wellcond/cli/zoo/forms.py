@@ -18,8 +18,7 @@ import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their 
 from wellcond.attention.evaluation import Arguments, plain_copy
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
-from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.capture import CapturedAttention, why_site_is_not_plain
+from wellcond.jacobian.capture import CapturedAttention, capture_attention, why_site_is_not_plain
 from wellcond.jacobian.select import select_operator
 
 NUM_TOKENS, NUM_KEYS, WIDTH = 6, 5, 40
