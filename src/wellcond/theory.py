@@ -15,7 +15,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 
 from wellcond.errors import HypothesisError, check_choice
-from wellcond.jacobian.bounds import (
+from wellcond.jacobian.diagnosis import (
     SurrogateFactors,
     lower_parts,
     lower_square,
@@ -24,8 +24,8 @@ from wellcond.jacobian.bounds import (
     upper_square,
 )
 from wellcond.jacobian.head import Head, build_factors
+from wellcond.jacobian.problem import Convention
 from wellcond.jacobian.ranks import Ranks, contains_ones, generic_ranks, rank_and_ones
-from wellcond.jacobian.records import Convention
 from wellcond.linalg.spectrum import SoftmaxSpectrum, numerical_rank, singular_values, spectrum
 
 __all__ = [

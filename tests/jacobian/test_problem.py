@@ -11,8 +11,9 @@ from jacobian.operators import head_spectrum
 from wellcond.jacobian import head, problem, softmax
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.problem import Problem
-from wellcond.jacobian.softmax import SoftmaxJacobian, StackedJacobian
-from wellcond.jacobian.spectrum import operator_spectrum
+from wellcond.jacobian.softmax import SoftmaxJacobian
+from wellcond.jacobian.solve import operator_spectrum
+from wellcond.jacobian.stacked import StackedJacobian
 
 
 class PeakBytes(TorchDispatchMode):

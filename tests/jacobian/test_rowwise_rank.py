@@ -10,8 +10,7 @@ from jacobian.test_rowwise import angles, head_function, rope
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.problem import Problem
 from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead
-from wellcond.jacobian.solve import choose
-from wellcond.jacobian.spectrum import operator_spectrum
+from wellcond.jacobian.solve import choose, operator_spectrum
 
 F64 = torch.float64
 LAYOUTS = ["half", "interleaved"]

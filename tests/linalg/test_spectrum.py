@@ -75,9 +75,7 @@ def test_tensors_on_such_a_device_are_taken_as_arguments():
     assert found == wc.jacobian_spectrum(x, *w, mask=mask)
 
 
-@pytest.mark.parametrize(
-    "matrix", [[[1.0, 1.0], [1.0, 1.0 + 1e-4]], [[3.0, 0.0], [0.0, 0.0]]]
-)
+@pytest.mark.parametrize("matrix", [[[1.0, 1.0], [1.0, 1.0 + 1e-4]], [[3.0, 0.0], [0.0, 0.0]]])
 def test_polar_factors_are_computed_where_there_is_float64(matrix, monkeypatch):
     matrices = torch.tensor([matrix, [[1.0, 2.0], [3.0, 4.0]]])
     expected = polar(matrices)

@@ -20,8 +20,8 @@ from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.module import ModuleJacobian
 from wellcond.jacobian.select import select_operator
 from wellcond.jacobian.softmax import SoftmaxJacobian, dense_jacobian
-from wellcond.jacobian.spectrum import operator_spectrum
-from wellcond.measurement.run import MeasureOptions
+from wellcond.jacobian.solve import operator_spectrum
+from wellcond.measurement.records import MeasureOptions
 from wellcond.pages.measurement import render_measurement
 from wellcond.theory import papers_bound
 

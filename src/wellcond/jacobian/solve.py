@@ -30,6 +30,7 @@ from torch import Tensor
 from wellcond.errors import MemoryLimitError, NotDefinedError, TooLongError, check_choice
 from wellcond.jacobian import problem as limits
 from wellcond.jacobian.ends import factorise_, from_qr, from_triangle, least_singular_value, no_eigenvalue_below
+from wellcond.jacobian.operator import JacobianOperator
 from wellcond.jacobian.problem import (
     CLOSED,
     DECOMPOSED_PER_SECOND,
@@ -39,12 +40,15 @@ from wellcond.jacobian.problem import (
     LARGEST_SQUARED_KAPPA,
     METHODS,
     OPERATIONS_PER_SECOND,
+    Convention,
     Cost,
+    JacobianSpectrum,
+    MethodName,
     Problem,
+    Status,
     Task,
     show_seconds,
 )
-from wellcond.jacobian.records import JacobianSpectrum, MethodName, Status
 from wellcond.linalg.lanczos import largest_eigenvalue
 from wellcond.linalg.spectrum import singular_values, where_decomposed
 
@@ -116,6 +120,33 @@ def solve(problems: Sequence[Problem], admit: Callable[[float], bool] | None = N
         tasks = [Task(problems[at], solver.method, choices[at].cost) for at in mine]
         found |= zip(mine, solver.run(tasks) if tasks else [], strict=True)
     return [found[at] for at in range(len(problems))]
+
+
+def operator_spectrum(
+    operator: JacobianOperator,
+    *,
+    convention: Convention = "wide",
+    method: str = "auto",
+    rtol: float | None = None,
+    memory_limit: int | None = None,
+) -> JacobianSpectrum:
+    """Spectrum of any operator; arguments as in `jacobian_spectrum`."""
+    return solve([Problem(operator, convention, method, rtol, memory_limit)])[0]
+
+
+def operator_spectra(
+    operators: Sequence[JacobianOperator],
+    *,
+    convention: Convention = "wide",
+    method: str = "auto",
+    memory_limit: int | None = None,
+    admit: Callable[[float], bool] | None = None,
+) -> list[JacobianSpectrum]:
+    """Spectra of operators of one class and shape; those that take the solver ``gram`` are decomposed together.
+
+    Raises: as `jacobian_spectrum`; TooLongError if `admit`, asked with the seconds expected, says no.
+    """
+    return solve([Problem(one, convention, method, memory_limit=memory_limit) for one in operators], admit)
 
 
 def _each(run: Callable[[Task], JacobianSpectrum]) -> Callable[[Sequence[Task]], list[JacobianSpectrum]]:

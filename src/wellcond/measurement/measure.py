@@ -20,20 +20,21 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import TooLongError
-from wellcond.jacobian.bounds import SurrogateFactors, log10_kappa_bound, softmax_spectra
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.diagnosis import (
     COLLAPSED_MASS,
     AttentionStatistics,
     HeadDiagnosis,
+    SurrogateFactors,
     all_attention_statistics,
     diagnose_head,
     is_collapsed,
+    log10_kappa_bound,
     map_statistics,
+    softmax_spectra,
 )
 from wellcond.jacobian.head import Head, JacobianFactors, build_all_factors
-from wellcond.jacobian.problem import SLOW_SECONDS, show_seconds
-from wellcond.jacobian.records import JacobianSpectrum
+from wellcond.jacobian.problem import SLOW_SECONDS, JacobianSpectrum, show_seconds
 from wellcond.jacobian.select import (
     Part,
     SelectedOperator,
@@ -43,10 +44,10 @@ from wellcond.jacobian.select import (
     samples_of,
     select_operator,
 )
-from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size, stacked_jacobian
-from wellcond.jacobian.spectrum import operator_spectra
-from wellcond.linalg.records import Spectrum
-from wellcond.linalg.spectrum import SoftmaxSpectrum, spectra, to_float64
+from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size
+from wellcond.jacobian.solve import operator_spectra
+from wellcond.jacobian.stacked import stacked_jacobian
+from wellcond.linalg.spectrum import SoftmaxSpectrum, Spectrum, spectra, to_float64
 from wellcond.measurement.records import (
     NUMERICAL,
     FailedHead,
@@ -54,8 +55,11 @@ from wellcond.measurement.records import (
     Kappa,
     LayerReport,
     MeasurementReport,
+    MeasureOptions,
+    MeasureSettings,
+    run_facts,
 )
-from wellcond.measurement.run import MeasurementLog, MeasureOptions, MeasureSettings, run_facts
+from wellcond.measurement.resume import MeasurementLog
 from wellcond.measurement.sharded import measure_sharded
 
 Admit = Callable[[str, int, float | None], bool]

@@ -17,7 +17,7 @@ from wellcond.jacobian import problem
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.module import ModuleJacobian
 from wellcond.jacobian.select import select_operator
-from wellcond.jacobian.spectrum import operator_spectrum
+from wellcond.jacobian.solve import operator_spectrum
 from wellcond.lab.models.build import build_model
 from wellcond.lab.models.long_range import MaskedNystromAttention
 from wellcond.lab.nystrom.head import Inverse
