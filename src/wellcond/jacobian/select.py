@@ -60,14 +60,6 @@ class Request:
     biases: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A structured operator that is not believed yet, and the value whose derivative it says to be."""
-
-    selected: SelectedOperator
-    output: Tensor
-
-
 @dataclass(frozen=True)
 class ApproximatedMap:
     """The softmax that an attention approximates."""
@@ -77,7 +69,7 @@ class ApproximatedMap:
     """Relative difference, in the Frobenius norm, of what stands in its place; None where the module computes it."""
 
 
-Build = Callable[[Request], Candidate | None]
+Build = Callable[[Request], SelectedOperator | None]
 Approximated = Callable[[CapturedAttention, int], ApproximatedMap | None]
 BUILDERS: dict[str, Build] = {}
 APPROXIMATED: dict[str, Approximated] = {}
@@ -86,8 +78,9 @@ APPROXIMATED: dict[str, Approximated] = {}
 def register_operator(*kinds: str, approximated: Approximated | None = None) -> Callable[[Build], Build]:
     """Decorator: use a function to build the operators of attentions of these kinds (`AttentionSite.kind`).
 
-    The function gets a `Request` and returns a `Candidate`, or None where it does not apply. `approximated` is asked
-    for the softmax that such an attention approximates.
+    The function gets a `Request` and returns a `SelectedOperator`, or None where it does not apply. The operator has an
+    ``output()`` beside its other members: it is believed only if this and a product with J J^T are the module's own.
+    `approximated` is asked for the softmax that such an attention approximates.
     """
 
     def register(build: Build) -> Build:
@@ -153,11 +146,11 @@ def select_operator(
     module = ModuleJacobian(captured, kv_head, samples=samples, alone=alone, query_head=query_head)
     build, request = BUILDERS.get(kind), Request(captured, module, kv_head, samples, False)
     candidate = None if build is None else build(request)
-    if build is not None and candidate is not None and _agree(candidate, module):
+    if build is not None and candidate is not None and _agree(candidate.operator, module):
         # With biases as parameters the module cannot be asked; without them it could, and agreed.
         found = build(replace(request, biases=True)) if biases else candidate
         if found is not None:
-            return found.selected
+            return found
     left_out = "; biases are not counted" if biases else ""
     return SelectedOperator(module, f"generic derivatives: {captured.why_not_plain}{left_out}")
 
@@ -172,13 +165,13 @@ def output_operator(captured: CapturedAttention, samples: Sequence[int], biases:
     return ProjectedHeads(tuple(SoftmaxJacobian(head.cpu(), biases) for head in heads), sizes, w_o)
 
 
-def _agree(candidate: Candidate, module: ModuleJacobian) -> bool:
+def _agree(operator: Any, module: ModuleJacobian) -> bool:
     """Whether it has the output of the module and, for a vector drawn at random, its product with J J^T."""
-    mine, theirs = candidate.output.flatten(), module.output().flatten()
+    mine, theirs = operator.output().flatten(), module.output().flatten()
     if mine.shape != theirs.shape or not _close(mine, theirs, AGREEMENT_OF_OUTPUT):
         return False
     u = torch.randn(module.shape[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    product = candidate.selected.operator.gram().matvec(u)
+    product = operator.gram().matvec(u)
     return _close(product, module.gram().matvec(u), AGREEMENT_OF_PRODUCT)
 
 
@@ -187,7 +180,7 @@ def _close(mine: Tensor, theirs: Tensor, rtol: float) -> bool:
 
 
 @register_operator("cross_covariance", "channel")
-def _channel(request: Request) -> Candidate | None:
+def _channel(request: Request) -> SelectedOperator | None:
     site, x, samples = request.captured.site, request.captured.x, request.samples
     if x is None or len(samples) > 1 or samples[0] >= len(x):
         return None
@@ -206,7 +199,7 @@ def _channel(request: Request) -> Candidate | None:
         **_weights(site, request.kv_head),
     )
     how = f"structured: {site.kind.replace('_', '-')} attention"
-    return Candidate(SelectedOperator(operator, how), operator.output())
+    return SelectedOperator(operator, how)
 
 
 def _weights(site: AttentionSite, kv_head: int) -> dict[str, Any]:
@@ -221,7 +214,7 @@ def _weights(site: AttentionSite, kv_head: int) -> dict[str, Any]:
 
 
 @register_operator("softmax")
-def _rowwise(request: Request) -> Candidate | None:
+def _rowwise(request: Request) -> SelectedOperator | None:
     site = request.captured.site
     try:
         operator = trace_rowwise(request.module, biases=request.biases)
@@ -232,4 +225,4 @@ def _rowwise(request: Request) -> Candidate | None:
     said += site.modifiers
     diagnose = operator.diagnose if isinstance(operator, RowwiseHead) else None
     how = f"structured: {', '.join(said) or 'row-wise softmax'}"
-    return Candidate(SelectedOperator(operator, how, diagnose), operator.output())
+    return SelectedOperator(operator, how, diagnose)

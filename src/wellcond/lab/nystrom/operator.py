@@ -18,7 +18,7 @@ from wellcond.jacobian.diagnosis import map_statistics
 from wellcond.jacobian.ends import from_the_right
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, Triangle, TriangleHint
 from wellcond.jacobian.ranks import RankBound
-from wellcond.jacobian.select import ApproximatedMap, Candidate, Request, SelectedOperator, register_operator
+from wellcond.jacobian.select import ApproximatedMap, Request, SelectedOperator, register_operator
 from wellcond.lab.nystrom.head import Moving, NystromHead, Reach
 from wellcond.linalg.spectrum import resolve_rank, row_space
 
@@ -285,7 +285,7 @@ def nystrom_map(captured: CapturedAttention, index: int, sample: int = 0) -> App
 
 
 @register_operator("nystrom", approximated=nystrom_map)
-def nystrom_operator(request: Request) -> Candidate | None:
+def nystrom_operator(request: Request) -> SelectedOperator | None:
     """The structured operator of one head on one sample; None for biases, another class or several samples."""
     captured = request.captured
     if request.biases or len(request.samples) > 1 or not _approximates(captured):
@@ -296,4 +296,4 @@ def nystrom_operator(request: Request) -> Candidate | None:
     # Layer-normed tokens have mean zero but for the model's own rounding, which must not count as a direction.
     rtol = None if captured.dtype == torch.float64 else 10 * torch.finfo(captured.dtype).eps
     operator = NystromJacobian(head, rtol)
-    return Candidate(SelectedOperator(operator, "structured: Nystrom attention"), operator.output())
+    return SelectedOperator(operator, "structured: Nystrom attention")
