@@ -58,7 +58,6 @@ def from_triangle(task: Task, why: str = "") -> JacobianSpectrum:
             problem.bound.rank,
             "numerically singular",
             reason=f"{why}triangular form, whose lower end fades into rounding",
-            max_bounds=(largest, problem.hints.bounds()[1]),
             rank_bounds=(0.0, tolerance),
             num_products=top.num_products,
         )

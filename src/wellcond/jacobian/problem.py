@@ -15,8 +15,7 @@ from torch import Tensor
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator
 from wellcond.jacobian.ranks import RankBound
 from wellcond.linalg.lanczos import BLOCK, MAX_STEPS, Estimate, largest_eigenvalue
-from wellcond.linalg.memory import available_bytes
-from wellcond.linalg.spectrum import default_rtol, resolve_rank, show_kappas
+from wellcond.linalg.spectrum import available_bytes, default_rtol, resolve_rank, show_kappas
 
 Convention = Literal["wide", "stack"]
 MethodName = Literal["dense", "gram", "cholesky", "implicit"]
@@ -202,15 +201,6 @@ def union_condition_number(spectra: Sequence[JacobianSpectrum], kind: Literal["s
 
 
 @dataclass(frozen=True, eq=False)
-class ClosedForm:
-    """Both ends where sigma_min is known in closed form: its interval, its rounding, and the largest eigenvalue."""
-
-    interval: tuple[float, float]
-    error: float
-    top: Estimate
-
-
-@dataclass(frozen=True, eq=False)
 class Problem:
     """The spectrum of one operator that is asked for; everything that follows from it is computed once, when needed.
 
@@ -279,8 +269,11 @@ class Problem:
         return self.bound.rank == self.gram.size
 
     @cached_property
-    def closed_form(self) -> ClosedForm | None:
-        """Both ends in milliseconds; None unless the interval of the closed form closes, well above rounding."""
+    def closed_form(self) -> tuple[tuple[float, float, float], Estimate] | None:
+        """Both ends in milliseconds: the interval of sigma_min and its rounding, and the largest eigenvalue.
+
+        None unless the interval of the closed form closes, well above rounding.
+        """
         interval = self.hints.closed_minimum()
         if interval is None or interval[0] == 0 or interval[1] > interval[0] * (1 + CLOSED):
             return None
@@ -290,7 +283,7 @@ class Problem:
         error = self.rounding * largest
         if not top.converged or error > CLOSED_ROUNDING * interval[0] or interval[0] <= self.rtol * largest:
             return None
-        return ClosedForm(interval, error, top)
+        return (interval[0], interval[1], error), top
 
     def needed_bytes(self, method: MethodName) -> int:
         """Peak memory of a method, roughly, in bytes of float64."""
@@ -343,14 +336,16 @@ class Task:
         rank: int,
         status: Status,
         *,
-        max_bounds: tuple[float, float],
         rank_bounds: tuple[float, float],
+        max_bounds: tuple[float, float] | None = None,
         values: Tensor | None = None,
         reason: str | None = None,
         num_products: int = 0,
     ) -> JacobianSpectrum:
-        """What was found, with what the structure says about it."""
+        """What was found, with what the structure says about it; sigma_max as a Ritz value, unless bounds are given."""
         problem = self.problem
+        if max_bounds is None:
+            max_bounds = sigma_max, problem.hints.bounds()[1]
         return JacobianSpectrum(
             convention=problem.convention,
             shape=problem.shape,

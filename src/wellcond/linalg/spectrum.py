@@ -1,14 +1,16 @@
 r"""Singular values and ranks of matrices, and the spectrum of the derivative of a softmax; everything in float64.
 
-`resolve_rank` holds the only tolerance rule.
+`resolve_rank` holds the only tolerance rule. What a device can do and how much memory there is is known here too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from wellcond.errors import WeightError
 
 SMALLEST_ON_DEVICE = 1024
 """Smaller side below which a matrix is decomposed on the CPU: CUDA takes such matrices one by one, in small steps."""
+MEMINFO = Path("/proc/meminfo")
+FALLBACK_BYTES = 4 * 2**30
 BISECTIONS = 80  # an interval of width 1e3 in log p shrinks below 1e-20
 LARGEST_SECTION, SECTION_ENTRIES = 16, 2**18
 
@@ -116,6 +120,39 @@ def move_to(device: torch.device, record: object, names: Sequence[str]) -> None:
 def where_decomposed(matrices: Tensor) -> Tensor:
     """Matrices where their decomposition is fast: small ones go to the CPU, all of a batch together."""
     return matrices.cpu() if min(matrices.shape[-2:]) < SMALLEST_ON_DEVICE else matrices
+
+
+def available_bytes(device: torch.device | None = None) -> int:
+    """Memory that is free on a GPU; or that can be taken without swapping, page cache that can be dropped included.
+
+    From psutil where it is installed, else from the kernel (Linux). Elsewhere half of the memory of the machine is
+    assumed to be free, or `FALLBACK_BYTES` where that is not known either; `memory_limit` says it better.
+    """
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        import psutil
+    except ImportError:
+        return _kernel_available() or _physical_bytes() // 2 or FALLBACK_BYTES
+    return int(psutil.virtual_memory().available)
+
+
+def _kernel_available() -> int:
+    """MemAvailable of the Linux kernel; 0 where there is none."""
+    try:
+        lines = MEMINFO.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return 0
+    kibibytes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(next(kibibytes, 0))
+
+
+def _physical_bytes() -> int:
+    """Memory of the machine; 0 where it cannot be asked for (Windows)."""
+    try:
+        return max(0, os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
 
 
 def singular_values(matrix: Tensor) -> Tensor:
