@@ -22,6 +22,7 @@ from torch import Tensor
 
 from wellcond.jacobian.gram import in_float32, parameter_gram, pull_back, push_forward, table
 from wellcond.jacobian.head import Head, JacobianFactors, compressed
+from wellcond.jacobian.operator import GramSteps
 from wellcond.linalg.spectrum import row_space
 
 SCHUR_ROWS = 1024  # of the lower triangle that are updated together
@@ -31,7 +32,7 @@ GAUGE_LIMIT = 1e6
 
 
 @dataclass(frozen=True, eq=False)
-class ParameterSteps:
+class ParameterSteps(GramSteps):
     """J^T J, its null directions lifted to the upper end of the spectrum; see Note [Gauge basis].
 
     `w_q` (columns of x, d) and `w_k` (columns of b, d) are the weights in the coordinates of the factors; `fixed`
@@ -68,8 +69,8 @@ class ParameterSteps:
         of_q, of_k, _, _ = self.gauge
         return (of_q.square().sum(0)[:, None] + of_k.square().sum(0)).rsqrt()
 
-    @property
-    def num_null(self) -> int:
+    @cached_property
+    def num_null(self) -> int:  # type: ignore[override]
         """Null directions of the gauge."""
         return self.inverse_sizes.numel()
 
@@ -137,13 +138,17 @@ class ParameterSteps:
             entries(of_k, of_q)[some].sub_(kq.view(len(r[some]), d, len(p), d).permute(0, 3, 2, 1))
         return gram
 
-    def matmat(self, rows: Tensor) -> Tensor:
-        """J^T J w."""
-        return pull_back(self.factors, push_forward(self.factors, rows))
+    def forward(self, rows: Tensor) -> Tensor:
+        """J w."""
+        return push_forward(self.factors, rows)
+
+    def backward(self, rows: Tensor) -> Tensor:
+        """J^T u."""
+        return pull_back(self.factors, rows)
 
     def scaled_matmat(self, rows: Tensor, largest: float) -> Tensor:
         """(J^T J / largest^2 + Z Z^T) w."""
-        found = self.matmat(rows) / largest**2
+        found = super().scaled_matmat(rows, largest)
         (of_q, of_k, u, v), d = self.gauge, self.w_q.shape[1]
         q_width, k_width = len(of_q) * d, len(of_k) * d
         in_q = rows[:, :q_width].unflatten(1, (-1, d))
@@ -152,10 +157,6 @@ class ParameterSteps:
         found[:, :q_width] += (of_q @ weights @ v.T).flatten(1)
         found[:, q_width : q_width + k_width] -= (of_k @ weights.mT @ u.T).flatten(1)
         return found
-
-    def norm_of(self, vector: Tensor) -> float:
-        """|J w| / |w|."""
-        return float(push_forward(self.factors, vector[None]).norm() / vector.norm())
 
 
 def parameter_steps(head: Head, factors: JacobianFactors) -> ParameterSteps | None:

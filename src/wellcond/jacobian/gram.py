@@ -23,14 +23,13 @@ only steers the iterations, may be stored in float32 and destroyed by its factor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from wellcond.jacobian.head import CHUNK_BYTES, JacobianFactors
+from wellcond.jacobian.operator import GramSteps
 
 CACHE_BYTES = 4 * 2**20  # rows that are multiplied, scaled and added while they are near the processor
 
@@ -145,45 +144,31 @@ def in_float32(factors: JacobianFactors, largest: float) -> JacobianFactors:
     )
 
 
-class OutputSteps:
-    """J J^T for iterations, from the three functions that a kind of factors has."""
+@dataclass(frozen=True, eq=False)
+class OutputSteps(GramSteps):
+    """J J^T for iterations."""
 
-    num_null = 0
-
-    def __init__(
-        self,
-        factors: Any,
-        lower_gram: Callable[[Any], Tensor] = lambda factors: output_gram(factors, lower=True),
-        pull: Callable[[Any, Tensor], Tensor] = pull_back,
-        push: Callable[[Any, Tensor], Tensor] = push_forward,
-        narrow: Callable[[Any, float], Any] = in_float32,
-    ) -> None:
-        """From factors, the lower triangle of their J J^T, J^T u, J w, and the factors of J / largest in float32."""
-        self.factors, self._lower_gram, self._pull, self._push, self._narrow = factors, lower_gram, pull, push, narrow
+    factors: JacobianFactors
 
     @property
     def size(self) -> int:
         """R dv."""
         return self.factors.m.shape[0] * self.factors.m.shape[1]
 
+    def forward(self, rows: Tensor) -> Tensor:
+        """J^T u."""
+        return pull_back(self.factors, rows)
+
+    def backward(self, rows: Tensor) -> Tensor:
+        """J w."""
+        return push_forward(self.factors, rows)
+
     def lower_float32(self, largest: float) -> Tensor:
         """The lower triangle of J J^T / largest^2."""
-        return self._lower_gram(self._narrow(self.factors, largest))
+        return output_gram(in_float32(self.factors, largest), lower=True)
 
     def shifted(self, largest: float, bound: float) -> Tensor:
         """The lower triangle of J J^T - bound I; nothing needs `largest` here."""
-        gram = self._lower_gram(self.factors)
+        gram = output_gram(self.factors, lower=True)
         gram.diagonal().sub_(bound)
         return gram
-
-    def matmat(self, rows: Tensor) -> Tensor:
-        """J J^T u."""
-        return self._push(self.factors, self._pull(self.factors, rows))
-
-    def scaled_matmat(self, rows: Tensor, largest: float) -> Tensor:
-        """J J^T u / largest^2."""
-        return self.matmat(rows) / largest**2
-
-    def norm_of(self, vector: Tensor) -> float:
-        """|J^T u| / |u|: nothing is squared that loses digits."""
-        return float(self._pull(self.factors, vector[None]).norm() / vector.norm())
