@@ -11,7 +11,7 @@ import wellcond
 
 SRC = Path(wellcond.__file__).parent
 BASE = {"errors", "arguments", "files", "version", "private", "pages", "registry"}
-CORE = BASE | {"linalg", "attention", "init", "conditioning", "theory", "jacobian", "measurement", "doctor"}
+CORE = BASE | {"linalg", "attention", "init", "conditioning", "theory", "jacobian", "measurement", "doctor", "training"}
 ALLOWED = {
     "errors": set(),
     "arguments": set(),
@@ -28,7 +28,8 @@ ALLOWED = {
     "jacobian": BASE | {"linalg", "attention"},
     "measurement": BASE | {"linalg", "attention", "conditioning", "jacobian"},
     "doctor": BASE | {"linalg", "attention", "init", "conditioning", "jacobian", "measurement"},
-    "integrations": BASE | {"attention", "init", "conditioning", "measurement"},
+    "training": BASE | {"linalg", "attention", "conditioning", "measurement"},
+    "integrations": BASE | {"attention", "init", "conditioning", "measurement", "training"},
     "lab": CORE | {"integrations"},
 }
 EXTRAS = [

@@ -182,6 +182,10 @@ class DiagnosisError(WellcondError, ValueError):
     """A file that is no diagnosis, or a model that cannot be diagnosed."""
 
 
+class MonitorError(WellcondError, ValueError):
+    """A file that no monitor wrote, or that cannot be written."""
+
+
 class HypothesisError(WellcondError, ValueError):
     """A statement was asked for outside its hypotheses."""
 
@@ -210,6 +214,9 @@ class ModelTooLargeError(WellcondError, MemoryError):
     """A model that does not fit into memory."""
 
 
+TRUST_NEEDED = "{} would run code from a file that a recipe names; pass --trust-local-code if you trust it"
+
+
 class RecipeError(WellcondError, ValueError):
     """A recipe that cannot be run, with the path, the value and what was expected."""
 
@@ -217,10 +224,22 @@ class RecipeError(WellcondError, ValueError):
 class DataError(WellcondError, ValueError):
     """Data that cannot be used as asked: which file and row, what was expected, what was found, what to do."""
 
-    def __init__(self, problem: str, *, expected: str, found: str, todo: str = "") -> None:
-        """Put the parts on lines of their own."""
+    def __init__(
+        self,
+        problem: str,
+        *,
+        expected: str,
+        found: str,
+        todo: str = "",
+        path: Path | str | None = None,
+        row: int | None = None,
+    ) -> None:
+        """Put the parts on lines of their own; `path` and `row` are for programs, `problem` names them too."""
+        self.problem = problem
         self.expected = expected
         self.found = found
+        self.path = path
+        self.row = row
         super().__init__("\n  ".join([problem, f"expected: {expected}", f"found:    {found}", *filter(None, [todo])]))
 
 

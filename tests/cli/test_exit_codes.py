@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lab.small import CHANGES_IN_WORDS, record
 from lab.report.fake_runs import usual_methods, write_comparison
+from lab.small import CHANGES_IN_WORDS, record
 
 DIVERGING = [*CHANGES_IN_WORDS, "--cpu", "--set", "optimizer.lr=30", "--set", "schedule={name: constant}"]
 

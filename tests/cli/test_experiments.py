@@ -10,17 +10,16 @@ import sys
 import pytest
 
 from lab.held_runs import HELD
+from lab.report.fake_runs import FakeMethod, write_comparison
 from lab.small import SETTINGS, command, record, run
 from patience import PATIENCE
-from lab.report.fake_runs import FakeMethod, write_comparison
-from wellcond.cli.app import data_overrides, read_seeds
+from wellcond.cli.app import column_options, read_seeds
 from wellcond.cli.main import main
-from wellcond.cli.runs import Comparison, choose_workers
-from wellcond.errors import OptionError, WellcondError
+from wellcond.errors import WellcondError
 from wellcond.init.apply import METHODS
+from wellcond.lab.comparison import Todo
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.report.page import build_report
-from wellcond.lab.train.run import Job
 
 pytestmark = pytest.mark.processes
 
@@ -68,9 +67,9 @@ def test_a_comparison_says_first_what_its_seeds_can_show(tmp_path):
     finals = {"default": {0: 0.9, 1: 0.91, 2: 0.92}, "conditioned": {0: 0.93, 1: 0.945, 2: 0.95}}
     write_comparison(tmp_path, [FakeMethod(label, values) for label, values in finals.items()], conditioning=False)
     recipe, _ = load_recipe("digits")
-    [line] = Comparison(recipe, recipe.methods, tuple(range(10)), tmp_path).foresee_power([])
+    [line] = Todo(recipe, recipe.methods, tuple(range(10)), tmp_path).foresee_power()
     assert line.startswith("10 seeds can show a true difference of 0.29 points (power 80 %") and "over 3 seeds" in line
-    assert Comparison(recipe, recipe.methods, (0, 1, 2), tmp_path / "nothing").foresee_power([]) == []
+    assert Todo(recipe, recipe.methods, (0, 1, 2), tmp_path / "nothing").foresee_power() == []
 
 
 def test_a_comparison_picks_up_where_it_stopped(compared, tmp_path, monkeypatch, capfd):
@@ -209,19 +208,6 @@ def test_a_run_that_fails_early_is_reported_beside_the_others(wellcond, tmp_path
     assert "failed" in (tmp_path / "report/report.md").read_text()
 
 
-def test_own_data_is_a_path_and_two_columns(tmp_path):
-    folder, table = tmp_path / "images", tmp_path / "rows.jsonl"
-    folder.mkdir()
-    table.write_text("{}")
-    [images] = data_overrides(str(folder), None, None)
-    assert '"image_folder"' in images and str(folder) in images
-    [rows] = data_overrides(str(table), "review", "stars")
-    assert '"files"' in rows and '"input": "review"' in rows and '"label": "stars"' in rows
-    assert data_overrides("uoft-cs/cifar10", None, None) == ['data={"source": "hub", "id": "uoft-cs/cifar10"}']
-    with pytest.raises(OptionError, match="--data"):
-        data_overrides(None, "review", None)
-
-
 def test_training_on_own_text_with_two_column_names(wellcond, tmp_path):
     table = tmp_path / "reviews.csv"
     rows = [f"{'splendid' if n % 2 else 'dreadful'} film {n},{'yes' if n % 2 else 'no'}" for n in range(400)]
@@ -243,11 +229,6 @@ def test_training_on_own_text_with_two_column_names(wellcond, tmp_path):
     assert kept["data"]["train"] == 360
 
 
-def test_seeds_and_workers(tmp_path):
-    recipe, _ = load_recipe("digits")
+def test_seeds_are_a_number_or_a_list():
     assert read_seeds("3") == (0, 1, 2) and read_seeds("3,7") == (3, 7) and read_seeds(None) is None
-    job = Job(recipe, recipe.method, 0, tmp_path, cpu=True)
-    assert choose_workers(3, job) == 3
-    assert choose_workers(None, job) == len(os.sched_getaffinity(0))
-    free, _ = load_recipe("digits", overrides=["training.threads=null"])
-    assert choose_workers(None, Job(free, free.method, 0, tmp_path, cpu=True)) == 1
+    assert column_options("review", None) == {"input": "review"}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.tasks.glue.helpers import edit_record, pretrain, write_glue
 from lab.small import command, run
+from lab.tasks.glue.helpers import edit_record, pretrain, write_glue
 from wellcond.cli.main import main
 from wellcond.lab.report.glue import load_glue, rebuild_glue
 

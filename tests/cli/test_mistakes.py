@@ -13,8 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import wellcond as wc
-from lab.small import CHANGES_IN_WORDS, command
 from lab.report.fake_runs import usual_methods, write_comparison
+from lab.small import CHANGES_IN_WORDS, command
 from wellcond.cli.main import main
 from wellcond.files import read_regular
 from wellcond.lab.models.build import build_model

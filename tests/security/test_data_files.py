@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from lab.tasks.detection.coco_sets import load_set, write_set
 from lab.data.helpers import failure, load, write_csv
 from lab.report.fake_runs import FakeMethod, write_comparison
+from lab.tasks.detection.coco_sets import load_set, write_set
 from wellcond.errors import DataError, WellcondError
 from wellcond.lab.data.images import decode_image
 from wellcond.lab.report.page import build_report

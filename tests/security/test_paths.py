@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from lab.tasks.detection.coco_sets import coco, load_set, write_set
 from lab.data.helpers import failure, load, write_csv
 from lab.helpers import parse_recipe
 from lab.report.fake_runs import FakeMethod, only_comparison, write_comparison
+from lab.tasks.detection.coco_sets import coco, load_set, write_set
 from wellcond.errors import DataError, ModelSpecError, RecipeError, RunRecordError
 from wellcond.lab.data.disk import cached_folder
 from wellcond.lab.methods import MethodSettings

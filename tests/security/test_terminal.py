@@ -9,8 +9,8 @@ import warnings
 import pytest
 from rich.progress import Progress
 
-from lab.small import SETTINGS
 from lab.report.fake_runs import FakeMethod, write_comparison
+from lab.small import SETTINGS
 from wellcond.cli.console import VisibleConsole, make_console, print_table
 from wellcond.cli.main import main
 from wellcond.lab.report.table import Table

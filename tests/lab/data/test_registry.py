@@ -34,7 +34,9 @@ def test_unknown_source_lists_the_registered_ones():
 
 @pytest.mark.parametrize("raw", [{"path": "x"}, "digits", None])
 def test_missing_source_lists_the_registered_ones(raw):
-    with pytest.raises(UnknownChoiceError, match="(?s)mapping such as {source: aan_pairs}.*one of .*'digits', 'files'"):
+    with pytest.raises(
+        UnknownChoiceError, match="(?s)mapping such as {source: aan_pairs}.*one of .*'digits', 'factory', 'files'"
+    ):
         resolve_config(raw)
 
 

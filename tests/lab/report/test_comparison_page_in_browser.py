@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from patience import PATIENCE, wait_until
 from lab.report.fake_runs import page_of, usual_methods, write_comparison
+from patience import PATIENCE, wait_until
 from wellcond.lab.report.load_runs import load_comparisons
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

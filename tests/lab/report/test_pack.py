@@ -18,6 +18,7 @@ from lab.report.fake_runs import (
 )
 from wellcond.errors import RunError, RunRecordError
 from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.plan import write_comparison as write_run_list
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.load_runs import load_comparisons
@@ -26,7 +27,6 @@ from wellcond.lab.report.page import gather, render_markdown
 from wellcond.lab.report.records import Run, merge
 from wellcond.lab.report.tuning import find_tuning
 from wellcond.lab.run_records import seal
-from wellcond.lab.train.compare import write_comparison as write_run_list
 
 
 def complete(methods):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from patience import PATIENCE
 from lab.report.fake_runs import (
     PERPLEXITY,
     FakeMethod,
@@ -17,6 +16,7 @@ from lab.report.fake_runs import (
     write_comparison,
     write_with_samples,
 )
+from patience import PATIENCE
 from wellcond.errors import RunRecordError
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.page import build_report, gather, render_markdown

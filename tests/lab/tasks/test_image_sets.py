@@ -304,19 +304,18 @@ def test_memory_and_one_by_one_agree_without_augmentation():
         assert torch.allclose(a, b, atol=0.02)
 
 
-def test_tensors_of_different_sizes_resumee_by_one():
+def test_tensors_of_different_sizes_come_one_by_one():
     split = ListSplit(
         [{"image": torch.full((3, size, size), 100, dtype=torch.uint8), "label": size % 3} for size in (8, 10, 12)]
     )
     task = make_task(split)
-    assert isinstance(task.train, Pictures) and images(task).shape == (3, 3, 8, 8)
+    assert isinstance(task.train, Pictures) and images(task).shape == (3, 3, 10, 10)
 
 
-def test_pictures_of_different_sizes_are_resized():
+def test_pictures_of_different_sizes_keep_about_their_own():
     task = make_task(pil_images([(8, 8), (20, 10), (9, 30)]))
-    assert images(task).shape == (3, 3, 8, 8)
-    with pytest.raises(RecipeError, match="images are 10 x 20; set task.image_size"):
-        make_task(pil_images([(20, 10), (8, 8)]))
+    assert task.size == 9 and images(task).shape == (3, 3, 9, 9)
+    assert make_task(pil_images([(60, 40)] * 3)).size == 40
 
 
 def test_byte_tensors_are_resized_to_the_size_asked():

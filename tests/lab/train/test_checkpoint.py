@@ -7,6 +7,7 @@ from lab.helpers import same_state, tiny_gpt2, tiny_vit
 from wellcond import condition_
 from wellcond.conditioning.weights import read_state_dict
 from wellcond.errors import RunError
+from wellcond.lab.optimizers import AdamW, Muon
 from wellcond.lab.train import checkpoint
 from wellcond.lab.train.checkpoint import (
     group_options,
@@ -20,7 +21,6 @@ from wellcond.lab.train.checkpoint import (
     read_tensors,
     save_checkpoint,
 )
-from wellcond.lab.train.optimizers import AdamW, Muon
 
 
 def vit_loss(model):

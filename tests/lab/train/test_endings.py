@@ -12,8 +12,8 @@ from PIL import Image
 
 from lab.small import TESTED, logs, record, small_job, stop_after
 from wellcond.errors import RecipeError, RunError, UnsupportedLayoutError
+from wellcond.lab.pool import run_jobs
 from wellcond.lab.train import prepare
-from wellcond.lab.train.compare import run_comparison
 from wellcond.lab.train.engine import Engine
 from wellcond.lab.train.length import RunClock
 from wellcond.lab.train.prepare import prepare_model, prepare_task
@@ -65,9 +65,7 @@ def test_one_failing_method_does_not_end_a_comparison(tmp_path):
     jobs = [small_job(tmp_path / method, method) for method in ("mimetic", "conditioned")]
     object.__setattr__(jobs[0].method, "apply_", refuse)
     events = []
-    outcome = run_comparison(
-        jobs, num_workers=1, observer=lambda job, event: events.append((job.title, event["event"]))
-    )
+    outcome = run_jobs(jobs, num_workers=1, observer=lambda job, event: events.append((job.title, event["event"])))
     [(job, problem)] = outcome.failures
     assert job is jobs[0] and "not for this method" in problem and ("mimetic, seed 0", "failed") in events
     assert record(tmp_path / "mimetic")["status"] == "failed"
@@ -239,7 +237,7 @@ def test_data_workers_run_inside_the_pool(tmp_path):
         "training={length: {steps: 4}, batch_size: 8, threads: 1, workers: 1}",
     )
     jobs = [small_job(tmp_path / method, method, *overrides) for method in ("default", "polar")]
-    outcome = run_comparison(jobs, num_workers=2, observer=lambda job, event: None)
+    outcome = run_jobs(jobs, num_workers=2, observer=lambda job, event: None)
     assert not outcome.failures
     assert [kept["status"] for kept in outcome.records] == ["finished"] * 2
 

@@ -8,7 +8,7 @@ import pytest
 from lab.held_runs import HELD
 from lab.small import assert_same_run, kill_at_write, last_weights, record, small_job, stop_after, train_command
 from wellcond.errors import RunError
-from wellcond.lab.train.compare import run_comparison
+from wellcond.lab.pool import run_jobs
 from wellcond.lab.train.run import run_job
 
 pytestmark = pytest.mark.processes
@@ -116,6 +116,6 @@ def test_ctrl_c_in_the_last_step_of_a_run_ends_the_comparison(tmp_path):
         if event["event"] == "evaluation" and event["row"]["step"] == 24:
             signal.raise_signal(signal.SIGINT)
 
-    outcome = run_comparison(jobs, num_workers=1, observer=observe)
+    outcome = run_jobs(jobs, num_workers=1, observer=observe)
     assert outcome.interrupted and [kept["status"] for kept in outcome.records] == ["finished"]
     assert not (tmp_path / "polar").exists()

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from lab.small import command, record, run, small_job, small_recipe, stop_after, train_command
+from wellcond.lab.optimizers import Triangular
 from wellcond.lab.run_records import seal
 from wellcond.lab.train.length import RunClock, TimeBudget
-from wellcond.lab.train.optimizers import Triangular
 from wellcond.lab.train.run import run_job
 
 pytestmark = pytest.mark.processes

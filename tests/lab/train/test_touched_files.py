@@ -9,12 +9,12 @@ import pytest
 from lab.small import TESTED, assert_same_run, kill_at_write, record, small_job, small_recipe, stop_after
 from wellcond.errors import RunError, WellcondError
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.plan import read_comparison, write_comparison
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report
 from wellcond.lab.report.records import read_json
 from wellcond.lab.train import evaluate
 from wellcond.lab.train.checkpoint import read_finished_run
-from wellcond.lab.train.compare import read_comparison, write_comparison
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunFolder
 

@@ -16,10 +16,11 @@ from wellcond.lab.data.base import (
     resolve_config,
 )
 from wellcond.lab.data.generated import GeneratorOptions, register_generator
-from wellcond.lab.data.images import as_tensor_images, to_channels
+from wellcond.lab.data.images import as_tensor_images, side_of, to_channels
+from wellcond.lab.data.own import held_data, hold_again, hold_data, source_of
 
 # These register themselves.
-from wellcond.lab.data import citations, listops, pathfinder, tables, text  # noqa: F401  # isort: skip
+from wellcond.lab.data import citations, listops, own, pathfinder, tables, text  # noqa: F401  # isort: skip
 
 __all__ = [
     "Data",
@@ -29,9 +30,14 @@ __all__ = [
     "TensorDataset",
     "as_tensor_images",
     "fingerprint",
+    "held_data",
+    "hold_again",
+    "hold_data",
     "load_data",
     "register_generator",
     "register_source",
     "resolve_config",
+    "side_of",
+    "source_of",
     "to_channels",
 ]

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from wellcond.errors import DataError
+from wellcond.errors import TRUST_NEEDED, DataError, RecipeError
 from wellcond.lab.settings import Settings, choose_by_name
 
 
@@ -190,6 +190,11 @@ class SourceConfig(Settings):
 
     source: str
 
+    @property
+    def local_code(self) -> str:
+        """Which file's code loading these data runs, in words; empty if it runs none."""
+        return ""
+
 
 Load = Callable[[Any, Path], Data]
 SOURCES: dict[type[SourceConfig], Load] = {}
@@ -211,12 +216,14 @@ def resolve_config(raw: object) -> SourceConfig:
     return choose_by_name("data source", *SOURCES, field="source")(raw)
 
 
-def load_data(config: SourceConfig, *, base: Path | None = None) -> Data:
+def load_data(config: SourceConfig, *, base: Path | None = None, local_code: bool = False) -> Data:
     """Load the data that `config` describes; relative paths start at `base`, the current folder by default.
 
     Rows and labels are checked here; an image is first decoded when it is asked for. DataError if there is nothing to
-    train or to evaluate on.
+    train or to evaluate on; RecipeError if a file's code would be run and `local_code` is not trusted.
     """
+    if config.local_code and not local_code:
+        raise RecipeError(TRUST_NEEDED.format(config.local_code))
     data = SOURCES[type(config)](config, Path.cwd() if base is None else Path(base))
     for purpose, split in (("train", data.train), ("evaluate", data.evaluation)):
         if not len(split):

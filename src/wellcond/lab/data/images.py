@@ -85,6 +85,26 @@ def decode_image(encoded: bytes, where: str) -> Image:
         ) from error
 
 
+def image_of_array(values: np.ndarray) -> Image | None:
+    """A PIL image of an array (height, width) or (height, width, channels) of bytes; None for another array."""
+    if values.dtype != np.uint8 or values.ndim not in (2, 3) or (values.ndim == 3 and values.shape[2] not in (1, 3, 4)):
+        return None
+    return import_pil().fromarray(values[..., 0] if values.ndim == 3 and values.shape[2] == 1 else values)
+
+
+def side_of(split: Dataset) -> int:
+    """A side in pixels for the images of a split: the median of the shorter sides of up to 64 images.
+
+    Where all images are squares of one size, it is theirs.
+    """
+    few = torch.linspace(0, len(split) - 1, min(64, len(split))).long().unique().tolist()
+    images = [split[index].get("image") for index in few]
+    sides = sorted(
+        min(image.shape[-2:] if isinstance(image, Tensor) else image.size) for image in images if image is not None
+    )
+    return sides[(len(sides) - 1) // 2] if sides else None
+
+
 def place_of(split: Dataset, index: int) -> str:
     """The file of an image, or its number where it has none."""
     files = getattr(split, "files", None)
@@ -234,6 +254,11 @@ def load_folder(config: ImageFolderConfig, base: Path) -> Data:
 def _is_image(name: str) -> bool:
     # The table of extensions also names formats that PIL only writes.
     return import_pil().registered_extensions().get(Path(name).suffix.lower()) in picture_formats() and name[0] != "."
+
+
+def has_classes(folder: Path) -> bool:
+    """Whether there are folders in a folder, for splits or classes, as for images."""
+    return any(entry.is_dir() and not entry.name.startswith(".") for entry in folder.iterdir())
 
 
 def _classes(folder: Path) -> list[str]:

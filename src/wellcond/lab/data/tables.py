@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,12 +25,13 @@ from torch import Tensor
 from wellcond.errors import DataError, WellcondError
 from wellcond.lab.data.base import Data, SourceConfig, draw_fraction, draw_subset, listed, register_source
 from wellcond.lab.data.disk import contents, find_files, find_in_mirror, import_datasets, in_a_mirror
-from wellcond.lab.data.images import decode_image
+from wellcond.lab.data.images import decode_image, read_image
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 COMPRESSED = (".gz", ".bz2", ".zst")
 EVALUATION_SPLITS = ("validation", "val", "dev", "test", "validation_matched")
 NAME = r"[A-Za-z0-9_][\w.-]*"
+HUB_ID = re.compile(rf"{NAME}(/{NAME})?")
 SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)((?:_[a-z]+)?)(?![a-z])")
 
 
@@ -96,6 +97,8 @@ class TableDataset:
     labels: Tensor | None = None
     """One for each row of the dataset."""
     rows: Tensor | None = None
+    paths: bool = False
+    """Whether an image may be a path instead of bytes: a file could name any, an object in Python is trusted."""
 
     def __len__(self) -> int:
         return len(self.data) if self.rows is None else len(self.rows)
@@ -128,7 +131,8 @@ class TableDataset:
         example = self.data[row]
         values = [example[name] for name in self.columns]
         if isinstance(values[0], dict):
-            values = [values[0]["bytes"]]
+            encoded, path = values[0]["bytes"], values[0].get("path")
+            values = [read_image(path) if encoded is None and path and self.paths else encoded]
         if values[0] is None:
             raise _no_value(self, row, self.columns[0])
         return row, values
@@ -141,7 +145,7 @@ def load_files(config: FilesConfig, base: Path) -> Data:
     train, evaluation = read_table(files), None
     if config.evaluation is not None:
         evaluation = read_table(find_files(config.evaluation, base, "evaluation"))
-    return _load_tables(name_of(files), "local files", train, evaluation, {}, config, fraction)
+    return join_tables(name_of(files), "local files", train, evaluation, {}, config, fraction)
 
 
 @register_source(HubConfig)
@@ -165,9 +169,9 @@ def load_hub(config: HubConfig, base: Path) -> Data:
         whole = import_datasets().concatenate_datasets([splits[split].data for split in joined])
         train = TableDataset(whole, f"{name}, split {config.train_split!r}")
     if config.held_out is not None:
-        return _load_tables(name, place, train, None, {"test": splits[evaluated]}, config, config.held_out)
+        return join_tables(name, place, train, None, {"test": splits[evaluated]}, config, config.held_out)
     others.pop(evaluated, None)
-    return _load_tables(name, place, train, splits[evaluated], others, config)
+    return join_tables(name, place, train, splits[evaluated], others, config)
 
 
 def require_split(split: str | None, splits: Any, name: str, field: str) -> str:
@@ -190,7 +194,7 @@ def find_splits(id: str, config: str | None) -> dict[str, list[Path]] | None:
     if mirror is None:
         return None
     paths = sorted(path.relative_to(mirror) for path in mirror.rglob("*") if path.is_file())
-    files = [path for path in paths if _suffix(path) in BUILDERS and not path.name.startswith(".")]
+    files = [path for path in paths if suffix_of(path) in BUILDERS and not path.name.startswith(".")]
     folders = {path.parts[0] for path in files if len(path.parts) > 1 and not SPLIT.search(path.parts[0])}
     if not files or (len(folders) > 1 if config is None else config not in folders):
         raise DataError(
@@ -201,11 +205,15 @@ def find_splits(id: str, config: str | None) -> dict[str, list[Path]] | None:
     splits: dict[str, list[Path]] = {}
     for path in files:
         if config is None or path.parts[0] == config:
-            named = SPLIT.search("/".join(path.parts[config is not None :]))
-            kind, rest = named.groups() if named else ("train", "")
-            kind = "validation" if kind in ("valid", "val", "dev") else kind
-            splits.setdefault(kind + rest, []).append(mirror / path)
+            splits.setdefault(split_of("/".join(path.parts[config is not None :])), []).append(mirror / path)
     return dict(sorted(splits.items(), key=lambda item: (item[0] != "train", item[0])))
+
+
+def split_of(path: str) -> str:
+    """The split that a path names, as on the hub; train if it names none."""
+    named = SPLIT.search(path)
+    kind, rest = named.groups() if named else ("train", "")
+    return ("validation" if kind in ("valid", "val", "dev") else kind) + rest
 
 
 # Reading
@@ -216,7 +224,8 @@ def name_of(files: list[Path]) -> str:
     return files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
 
 
-def _suffix(path: Path) -> str:
+def suffix_of(path: Path) -> str:
+    """The ending that says the format of a file, that of a compression left out."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return "".join(suffixes[-2:-1] if suffixes and suffixes[-1] in COMPRESSED else suffixes[-1:])
 
@@ -276,7 +285,7 @@ def opened(place: str | list[Path], **options: Any) -> Iterator[Any]:
 
 def _file_options(files: list[Path]) -> tuple[str, dict[str, Any]]:
     """The builder of `datasets` for files of a format, and its options."""
-    suffix = _suffix(files[0])
+    suffix = suffix_of(files[0])
     if suffix not in BUILDERS:
         raise DataError(
             f"{files[0]}: the format is not known.",
@@ -296,7 +305,7 @@ def _file_options(files: list[Path]) -> tuple[str, dict[str, Any]]:
 # Columns
 
 
-def _load_tables(
+def join_tables(
     name: str,
     place: str,
     train: TableDataset,
@@ -312,7 +321,7 @@ def _load_tables(
     columns = _input_columns(train, config.input, label)
     names, classes = None, None
     if label is not None and config.label_kind == "class":
-        names, classes = _read_classes(train, label)
+        names, classes = read_classes(_label_values(train, label), train.data.features[label])
 
     def dataset(table: TableDataset, *, labelled: bool) -> TableDataset:
         kind = _input_kind(table, columns)
@@ -322,8 +331,8 @@ def _load_tables(
         # The hub marks labels that are not published by -1.
         published = label in table.data.column_names and any(value != -1 for value in table.data[label][:])
         if label is not None and (labelled or published):
-            labels = _read_labels(table, label, classes)
-        return TableDataset(data, table.name, kind, columns, labels)
+            labels = read_labels(_label_values(table, label), classes, table.locate, label)
+        return replace(table, data=data, kind=kind, columns=columns, labels=labels)
 
     trained = dataset(train, labelled=True)
     if evaluation is not None:
@@ -361,7 +370,7 @@ def _input_kind(table: TableDataset, columns: tuple[str, ...]) -> Literal["image
                 expected="a column of encoded images or of texts; two columns are of texts",
                 found=f"{table.data.features.get(name, 'no such column')}; columns {listed(table.data.column_names)}",
             )
-        values = table.data.data.column(name)
+        values = table.data.with_format("arrow")[name][:] if table.paths else table.data.data.column(name)
         if values.null_count:
             import pyarrow.compute as compute
 
@@ -400,10 +409,28 @@ def _label_values(table: TableDataset, column: str) -> list[Any]:
     return table.data[column][:]
 
 
-def _read_labels(table: TableDataset, column: str, classes: dict[str | None, int] | None) -> Tensor:
+def read_classes(values: Sequence[Any], declared: Any = None) -> tuple[tuple[str, ...], dict[str | None, int]]:
+    """Names of the classes of a training split, and the number of each by how labels are written.
+
+    They are those that the data declare, else the labels that occur, sorted, as numbers if all of them are integers.
+    """
+    names = getattr(declared, "names", declared if isinstance(declared, list) else None)
+    if names:
+        return tuple(names), {str(number): number for number in range(len(names))}
+    texts = [text for text in set(map(_class_text, values)) if text is not None]
+    try:
+        texts.sort(key=int)
+    except ValueError:
+        texts.sort()
+    return tuple(texts), {text: number for number, text in enumerate(texts)}
+
+
+def read_labels(
+    values: Sequence[Any], classes: dict[str | None, int] | None, locate: Callable[[int], str], column: str
+) -> Tensor:
     """Numbers of the classes, or the numbers themselves; DataError for the first label that is none of these."""
     labels = []
-    for row, value in enumerate(_label_values(table, column)):
+    for row, value in enumerate(values):
         try:
             label = float(value) if classes is None else classes[_class_text(value)]
             if not math.isfinite(label):
@@ -413,29 +440,13 @@ def _read_labels(table: TableDataset, column: str, classes: dict[str | None, int
             if classes is not None:
                 what, expected = "a class of the training split", f"one of {listed(classes)}, integers or texts,"
             raise DataError(
-                f"{table.locate(row)}: the label is not {what}.",
+                f"{locate(row)}: the label is not {what}.",
                 expected=f"{expected} in column {column!r}",
                 found=repr(value),
+                row=row,
             ) from error
         labels.append(label)
     return torch.tensor(labels, dtype=torch.float64 if classes is None else torch.int64)
-
-
-def _read_classes(table: TableDataset, column: str) -> tuple[tuple[str, ...], dict[str | None, int]]:
-    """Names of the classes of a training split, and the number of each by how labels are written.
-
-    They are those that the file declares, else the labels that occur, sorted, as numbers if all of them are integers.
-    """
-    values = _label_values(table, column)
-    names = getattr(table.data.features[column], "names", None)
-    if names:
-        return tuple(names), {str(number): number for number in range(len(names))}
-    texts = [text for text in set(map(_class_text, values)) if text is not None]
-    try:
-        texts.sort(key=int)
-    except ValueError:
-        texts.sort()
-    return tuple(texts), {text: number for number, text in enumerate(texts)}
 
 
 def _class_text(value: Any) -> str | None:

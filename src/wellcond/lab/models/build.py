@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellcond.errors import ModelSpecError, WellcondError, needs_extra
+from wellcond.errors import TRUST_NEEDED, ModelSpecError, WellcondError, needs_extra
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,8 +66,6 @@ def parse_values(pairs: Sequence[str]) -> dict[str, Any]:
 
 BUILDERS: dict[str, Callable[[str, dict[str, Any]], nn.Module]] = {}
 """Further kinds of models by prefix, from a name and its arguments; `wellcond.lab` adds its own."""
-
-TRUST_NEEDED = "{} would run code from a file that a recipe names; pass --trust-local-code if you trust it"
 
 
 def is_local_code(spec: str) -> bool:
@@ -362,19 +360,30 @@ def _shards(index: Path) -> list[str]:
         ) from error
 
 
-def _build_from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
+def load_function(spec: str, *, local_code: bool = True) -> Callable[..., Any]:
+    """The callable of ``path/to/file.py:callable``; ModelSpecError if it may not be run, or there is none."""
+    if not local_code:
+        raise ModelSpecError(TRUST_NEEDED.format(spec))
+    check_model(spec, {})
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
     module_spec = importlib.util.spec_from_file_location(f"wellcond_user_{path.stem}", path)
     assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises
+        raise ModelSpecError(f"{spec} cannot be loaded: {type(error).__name__}: {error}") from error
     build = getattr(module, name, None)
     if not callable(build):
         defined = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ModelSpecError(f"{path} has no callable {name!r}. It defines: {', '.join(defined) or 'none'}")
-    model = build(**arguments)
+    return build
+
+
+def _build_from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
+    model = load_function(spec)(**arguments)
     from torch import nn
 
     if not isinstance(model, nn.Module):

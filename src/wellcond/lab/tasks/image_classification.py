@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from wellcond.errors import RecipeError, needs_extra
 from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.images import as_tensor_images, place_of, to_channels
+from wellcond.lab.data.images import as_tensor_images, place_of, side_of, to_channels
 from wellcond.lab.seeding import derive, generator
 from wellcond.lab.settings import ImageSide, Settings
 from wellcond.lab.tasks.base import (
@@ -38,7 +38,8 @@ class ImageClassificationSettings(Settings):
 
     name: Literal["image_classification"] = "image_classification"
     image_size: ImageSide | None = None
-    """Side in pixels; images of another size are resized. The size of the data by default."""
+    """Side in pixels; images of another size are resized, and a square is cut from the centre. By default the size of
+    the data: the median of the shorter sides of 64 images."""
     evaluation_crop: Annotated[float, Field(ge=0.01, le=1)] = 1.0
     """Side of the evaluated square as a share of the resized image's shorter side; below 1, as with augmentations other
     than `flip` and `crop_padding`, images are not held in memory but decoded one by one, and normalised by ImageNet."""
@@ -180,10 +181,10 @@ class ImageClassification(ClassificationTask):
         self.num_classes = self.count_classes()
         self.augmentation, data = context.augmentation, context.data
         first = data.train[0]["image"]
-        height, width = first.shape[-2:] if isinstance(first, Tensor) else reversed(first.size)
-        if settings.image_size is None and height != width:
+        if isinstance(first, Tensor) and first.shape[-2] != first.shape[-1] and settings.image_size is None:
+            height, width = first.shape[-2:]
             raise RecipeError(f"{data.name}: images are {height} x {width}; set task.image_size to the side wanted")
-        self.size = settings.image_size or width
+        self.size = settings.image_size or side_of(data.train)
         # A few are looked at, since some of a set in colour may be grey.
         few = range(0, len(data.train), max(1, len(data.train) // 16))
         self.channels = 1 if all(_is_grey(data.train[index]["image"]) for index in few) else 3

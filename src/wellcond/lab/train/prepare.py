@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import torch
 from torch import nn
 
 from wellcond.conditioning.weights import load_weights
-from wellcond.errors import ModelSpecError, RecipeError, needs_extra
+from wellcond.errors import ModelSpecError, RecipeError, WellcondError, needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.build import build_model, is_local_code
+from wellcond.lab.models.build import build_model, is_local_code, load_function
 from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, remove_norms_, scale_true_
-from wellcond.lab.models.trained import load_encoder
+from wellcond.lab.models.memory_guard import MemoryGuard
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, evaluating
+from wellcond.lab.train.trained import load_encoder, load_teacher
+from wellcond.lab.user_code import MODELS, choose_arguments
 
 
 def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
@@ -61,7 +64,9 @@ def _shard_on_cpu(accelerator: Any) -> None:
 _KEPT: dict[tuple[Any, ...], AbstractTask] = {}
 
 
-def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Progress | None = None) -> AbstractTask:
+def prepare_task(
+    recipe: Recipe, *, seed: int, base: Path | None, progress: Progress | None = None, local_code: bool = False
+) -> AbstractTask:
     """The task of a recipe with its data; the last one is kept, since the runs of a comparison share it."""
     parts = [part.model_dump_json() for part in (recipe.task, recipe.data, recipe.augmentation)]
     with_test = recipe.evaluation.test is not None
@@ -69,16 +74,16 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
     if key not in _KEPT:
         _KEPT.clear()  # before the next is made: there may be no room for two
         with progress_to(progress):
-            data = load_cached_data(parts[1], base)
+            data = load_cached_data(parts[1], base, local_code=local_code)
             context = TaskContext(data, seed, recipe.augmentation, base, with_test)
             _KEPT[key] = TASKS[recipe.task.model_dump()["name"]][1](recipe.task, context)
     return _KEPT[key]
 
 
 @functools.lru_cache(maxsize=1)
-def load_cached_data(data: str, base: Path | None) -> Data:
+def load_cached_data(data: str, base: Path | None, *, local_code: bool = False) -> Data:
     """The data of these settings, in JSON; the runs of a comparison share them."""
-    return load_data(resolve_config(json.loads(data)), base=base)
+    return load_data(resolve_config(json.loads(data)), base=base, local_code=local_code)
 
 
 def prepare_model(
@@ -131,7 +136,8 @@ def prepare_model(
     def forward(model: nn.Module) -> None:
         task.loss(model, task.train.fetch([(sample, 0) for sample in range(min(64, len(task.train)))]))
 
-    return method.apply_(model, seed=derive(seed, "method"), base=base, build=build_teacher, forward=forward)
+    teacher = functools.partial(load_teacher, base=base, build=build_teacher)
+    return method.apply_(model, seed=derive(seed, "method"), teacher=teacher, forward=forward)
 
 
 def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
@@ -152,6 +158,11 @@ def _build(name: str, given: dict[str, Any], task: AbstractTask, local_code: boo
             continue
         if key != "vocab_size" or given[key] < needed[key]:  # embeddings that no token uses do no harm
             raise RecipeError(f"model.arguments.{key}: the data need {needed[key]}, found {given[key]} for {name}")
+    kind, _, rest = name.partition(":")
+    if kind == "python":
+        return _call(MODELS[rest], rest, given, task)
+    if is_local_code(name):
+        return _call(load_function(name, local_code=local_code), name, given, task)
     arguments = needed | given
     try:
         return build_model(name, arguments, auto_class=task.auto_class, local_code=local_code)
@@ -162,3 +173,21 @@ def _build(name: str, given: dict[str, Any], task: AbstractTask, local_code: boo
             del arguments["img_size"]
             return _build(name, given, task, local_code, arguments)
         raise RecipeError(f"model: {error}") from error
+
+
+def _call(function: Callable[..., Any], name: str, given: dict[str, Any], task: AbstractTask) -> nn.Module:
+    """The model that a user's function returns, given what its signature names of what the data ask for."""
+    offered = {library: task.model_arguments(library) for library in ("timm", "hf")}
+    arguments = choose_arguments(function, given, offered)
+    try:
+        with MemoryGuard():
+            model = function(**arguments)
+    except WellcondError:
+        raise
+    except Exception as error:  # the user's code
+        raise RecipeError(
+            f"model: {name} cannot be called with {arguments}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model: {name} returned {type(model).__name__}, expected a torch.nn.Module")
+    return model

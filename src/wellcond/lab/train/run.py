@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from wellcond.attention.find import find_attention
-from wellcond.errors import DEBUG_VARIABLE, RecipeError, RunError, WellcondError
+from wellcond.errors import DEBUG_VARIABLE, TRUST_NEEDED, RecipeError, RunError, WellcondError
 from wellcond.lab.data.base import fingerprint
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.build import TRUST_NEEDED, is_local_code
+from wellcond.lab.models.build import is_local_code
 from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
 from wellcond.lab.run_records import COMPLETE, SCHEMA
 from wellcond.lab.tasks.base import AbstractTask
@@ -28,6 +28,7 @@ from wellcond.lab.train.engine import Engine, Event, Observer
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory
 from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_task
 from wellcond.lab.train.run_folder import RunFolder
+from wellcond.lab.user_code import UserCode
 from wellcond.version import __version__
 
 
@@ -48,10 +49,12 @@ class Job:
     """Number of concurrent runs of the comparison, including this one."""
     keep_checkpoints: bool = True
     """Whether those of a complete run stay."""
+    user_code: UserCode = UserCode()
 
     def __post_init__(self) -> None:
-        if is_local_code(self.recipe.model.name) and not self.local_code:
-            raise RecipeError(TRUST_NEEDED.format(self.recipe.model.name))
+        named = self.recipe.model.name if is_local_code(self.recipe.model.name) else self.recipe.data.local_code
+        if named and not self.local_code:
+            raise RecipeError(TRUST_NEEDED.format(named))
         object.__setattr__(self, "recipe", override_recipe(self.recipe, self.method))
 
     @property
@@ -71,6 +74,7 @@ def run_job(job: Job, observer: Observer = lambda event: None, *, stop: StopFlag
     Ctrl-C and SIGTERM stop it, unless the caller handles signals and has a stop flag. WellcondError if it fails, which
     its record says too; FolderInUse while another command runs it.
     """
+    job.user_code.install()
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
     from accelerate.utils import broadcast_object_list
 
@@ -171,7 +175,7 @@ class Session:
             observer({"event": "phase", "phase": f"{what} {done}/{total}"})
 
         observer({"event": "phase", "phase": "preparing"})
-        task = prepare_task(recipe, seed=job.seed, base=job.base, progress=told)
+        task = prepare_task(recipe, seed=job.seed, base=job.base, progress=told, local_code=job.local_code)
         self._describe_task(task)
         model = prepare_model(recipe, job.method, task, seed=job.seed, base=job.base, local_code=job.local_code)
         self.record["model"] = {

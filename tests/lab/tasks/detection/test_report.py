@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lab.report.fake_runs import FakeMethod, only_comparison, page_of, write_with_samples
 from lab.tasks.detection.coco_sets import compressed
 from patience import PATIENCE
-from lab.report.fake_runs import FakeMethod, only_comparison, page_of, write_with_samples
 from wellcond.errors import RunRecordError
 from wellcond.lab.report.page import build_report
 from wellcond.lab.report.samples import find_pictures, find_samples

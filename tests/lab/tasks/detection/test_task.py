@@ -12,9 +12,9 @@ from pycocotools import mask as mask_api
 from safetensors.torch import load
 
 import wellcond as wc
+from lab.small import assert_same_run, command, last_weights, logs, record, run, stop_after
 from lab.tasks.detection.coco_sets import annotation, coco, rectangle, write_set
 from lab.tasks.detection.small_detector import HEADS, SWIN, XCIT, job, recipe
-from lab.small import assert_same_run, command, last_weights, logs, record, run, stop_after
 from wellcond.errors import RecipeError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.tasks.base import EVALUATION

@@ -3,8 +3,8 @@ import itertools
 import pytest
 import torch
 
-from lab.tasks.glue.helpers import WORDS
 from lab.helpers import ListSplit
+from lab.tasks.glue.helpers import WORDS
 from wellcond.errors import RecipeError
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.tasks.glue import Sentences, with_marks

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from lab.tasks.glue.helpers import MODELS, sentence
 from lab.helpers import ListSplit, bundle
+from lab.tasks.glue.helpers import MODELS, sentence
 from wellcond.errors import RecipeError
 from wellcond.lab.load_recipe import set_field
 from wellcond.lab.methods import MethodSettings

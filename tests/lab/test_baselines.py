@@ -12,7 +12,7 @@ from lab.small import assert_same_run, logs, record, small_job, stop_after
 from wellcond import condition_, find_attention
 from wellcond.errors import RecipeError
 from wellcond.lab.models.build import build_model
-from wellcond.lab.train.optimizers import AdamW, Muon, Point, set_point
+from wellcond.lab.optimizers import AdamW, Muon, Point, set_point
 from wellcond.lab.train.run import run_job
 
 CRAMMED = {"layers": 1, "width": 16, "heads": 2, "feed_forward": 16, "vocab_size": 20, "length": 16}

@@ -14,10 +14,10 @@ from wellcond.conditioning.weights import load_weights
 from wellcond.errors import RecipeError
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.models.build import build_model
-from wellcond.lab.models.trained import load_teacher
 from wellcond.lab.run_records import seal
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
+from wellcond.lab.train.trained import load_teacher
 
 LARGE = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 4, "mlp_ratio": 1.0}
 STEPS = "training={length: {steps: 3}, batch_size: 32, threads: 1, log_every: 5}"

@@ -5,7 +5,7 @@ from torch import nn
 
 from lab.helpers import tiny_bert, tiny_gpt2, tiny_vit
 from wellcond import condition_
-from wellcond.lab.train.optimizers import AdamW, Muon, Point, parameter_groups, set_point
+from wellcond.lab.optimizers import AdamW, Muon, Point, parameter_groups, set_point
 
 
 def decayed_names(model, weight_decay=0.1):

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BeforeValidator, Field
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from wellcond.attention.blocks import POSITIONS, block_matrices
 from wellcond.attention.find import find_attention
-from wellcond.attention.sharding import is_distributed
 from wellcond.errors import RecipeError, WellcondError
 from wellcond.lab.settings import Fraction, Interval, Settings, choose_by_name
+from wellcond.training.groups import QKRate, parameter_groups
+from wellcond.training.muon import HeadMuon, muon_groups
 
 # Schedules
 
@@ -127,8 +126,6 @@ ScheduleSettings = Annotated[
 
 # Optimisers
 
-# Position embeddings and class tokens are matrices by shape only.
-UNDECAYED = (*POSITIONS, "relative_position_bias_table", "cls_token", "dist_token", "distillation_token", "reg_token")
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, le=1e6)]
 
@@ -151,23 +148,29 @@ class AdamW(Settings):
 
 
 class Muon(AdamW):
-    """torch.optim.Muon for the matrices of the blocks, AdamW for all else: embeddings, positions, head, norms, biases.
+    """Muon for the matrices of the blocks, AdamW for all else: embeddings, positions, head, norms, biases.
 
-    Its step is scaled to the size of AdamW's, so that learning rates are alike. A fused Q, K, V is one matrix for it.
+    Its step is scaled to the size of AdamW's, so that learning rates are alike.
     """
 
     name: Literal["muon"] = "muon"  # type: ignore[assignment]
+    heads: Literal["each", "pairs", "fused"] = "fused"
+    """What is orthogonalised as one matrix of an attention layer: each head, pairs of heads, or a stored weight as it
+    is, in which a fused Q, K, V is one (torch.optim.Muon)."""
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """Over the parameters of a model; raises RecipeError if it has no transformer blocks."""
         try:
-            found = block_matrices(model, find_attention(model, strict=False))
-        except WellcondError as error:
+            found = muon_groups(model, self.heads, sites=find_attention(model, strict=False))
+        except (WellcondError, ValueError) as error:
             raise RecipeError(f"optimizer.name: muon, for the matrices of transformer blocks: {error}") from error
-        matrices = {id(m.parameter) for m in found if m.parameter.dim() == 2 and m.parameter.requires_grad}
-        ours = parameter_groups(model, self.weight_decay, lambda parameter: id(parameter) in matrices)
-        others = parameter_groups(model, self.weight_decay, lambda parameter: id(parameter) not in matrices)
-        muon = torch.optim.Muon(ours, self.lr, adjust_lr_fn="match_rms_adamw")
+        ours = parameter_groups(model, self.weight_decay, chosen=lambda parameter: parameter in found.matrices)
+        others = parameter_groups(model, self.weight_decay, chosen=lambda parameter: parameter not in found.matrices)
+        muon: torch.optim.Optimizer
+        if self.heads == "fused":
+            muon = torch.optim.Muon(ours, self.lr, adjust_lr_fn="match_rms_adamw")
+        else:
+            muon = HeadMuon(found, self.lr, adjust_lr_fn="match_rms_adamw", params=ours)
         both = MuonAndAdamW(muon, torch.optim.AdamW(others, self.lr, self.betas, self.eps))
         return stretching(both, model, self.qk_lr_factor)
 
@@ -175,52 +178,13 @@ class Muon(AdamW):
 OptimizerSettings = Annotated[AdamW | Muon, BeforeValidator(choose_by_name("optimiser", AdamW, Muon))]
 
 
-def parameter_groups(
-    model: nn.Module, weight_decay: float, chosen: Callable[[nn.Parameter], bool] = lambda parameter: True
-) -> list[dict[str, Any]]:
-    """Trainable parameters that are chosen: decayed ones, then the others (biases, norms, positions, class tokens)."""
-    named: set[str] = getattr(model, "no_weight_decay", set)()  # timm's models say which
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and chosen(parameter):
-            exempt = parameter.dim() <= 1 or name in named or any(part in name for part in UNDECAYED)
-            (others if exempt else decayed).append(parameter)
-    groups = ({"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]
-
-
 def stretching(optimizer: torch.optim.Optimizer, model: nn.Module, factor: float) -> torch.optim.Optimizer:
-    """Let every step move the rows of queries and keys `factor` times as far, weight decay included."""
-    if factor == 1:
-        return optimizer
-    try:
-        sites = find_attention(model)
-    except WellcondError as error:
-        raise RecipeError(f"optimizer.qk_lr_factor: {error}") from error
-    numbers: dict[tuple[Tensor, int], set[int]] = {}  # of rows, by weight and axis
-    for slot in (site.by_role(role) for site in sites for role in ("query", "key")):
-        numbers.setdefault((slot.parameter, int(slot.transposed)), set()).update(slot.rows.flatten().tolist())
-    held = [(weight, axis, torch.tensor(sorted(rows))) for (weight, axis), rows in numbers.items()]
-    before: list[Tensor] = []
-
-    def keep(*_: Any) -> None:
-        if any(is_distributed(weight) for group in optimizer.param_groups for weight in group["params"]):
-            raise RecipeError(
-                "optimizer.qk_lr_factor: rows of a weight that is sharded over ranks (FSDP2) cannot have a "
-                "learning rate of their own; use DDP or one process, or qk_lr_factor: 1"
-            )
-        held[:] = [(weight, axis, rows.to(weight.device)) for weight, axis, rows in held]  # sent to a GPU once
-        before[:] = [weight.detach().index_select(axis, rows) for weight, axis, rows in held]
-
-    @torch.no_grad()
-    def stretch(*_: Any) -> None:
-        for (weight, axis, rows), old in zip(held, before, strict=True):
-            weight.index_copy_(axis, rows, old + factor * (weight.index_select(axis, rows) - old))
-        before.clear()
-
-    optimizer.register_step_pre_hook(keep)
-    optimizer.register_step_post_hook(stretch)
+    """Let every step move the weights of queries and keys `factor` times as far."""
+    if factor != 1:
+        try:
+            QKRate(model, optimizer, factor)
+        except WellcondError as error:
+            raise RecipeError(f"optimizer.qk_lr_factor: {error}") from error
     return optimizer
 
 

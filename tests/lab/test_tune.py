@@ -8,12 +8,12 @@ from lab.helpers import make_recipe
 from wellcond.cli.app import read_tuned_fields
 from wellcond.errors import OptionError, RecipeError, RunError
 from wellcond.lab.methods import MethodSettings, parse_methods
+from wellcond.lab.pool import Outcome
 from wellcond.lab.report.tuning import TunedPoint
-from wellcond.lab.train.compare import Outcome
 from wellcond.lab.tune import (
     SEEN,
     MethodSearch,
-    Plan,
+    SearchPlan,
     at_values,
     extend_grid,
     find_field,
@@ -30,8 +30,8 @@ def method(text):
 
 
 def plan(folder, methods, *fields, seeds=(1000, 1001), growth=3, **changes):
-    tuning = {"grid": read_tuned_fields(fields), "tuning_seeds": seeds, "growth": growth}
-    return Plan(make_recipe(**changes), parse_methods(methods), (0, 1), folder, **tuning)
+    grid = read_tuned_fields(fields)
+    return SearchPlan(make_recipe(**changes), parse_methods(methods), (0, 1), folder, grid, seeds, growth)
 
 
 def searched(made, score, metric=ACCURACY):

@@ -1,15 +1,108 @@
-"""Searched values in a comparison: every method has them, or none has."""
+"""What a comparison runs: methods at values that are fair to all of them, its jobs, and the file that describes it."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import Recipe
+from wellcond.errors import FairnessWarning, RecipeError, RunError
+from wellcond.lab.methods import MethodSettings, check_distinct
+from wellcond.lab.recipe import Recipe, config_hash, override_recipe
+from wellcond.lab.run_records import SCHEMA
+from wellcond.lab.train.run import Job, describe_change
+from wellcond.lab.train.run_folder import RunFolder, read_sealed, write_sealed, writing
 
+KIND = "wellcond-comparison"
 RATE = "optimizer.lr"
+
+
+def plan_comparison(
+    recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], folder: Path, **options: Any
+) -> list[Job]:
+    """All runs, seed by seed, so that an interrupted comparison has complete pairs.
+
+    Methods train at the values that the recipe has from a search if it has them for all of them (`settle_methods`);
+    FairnessWarning if some of them have such values and are left without.
+    """
+    check_distinct(methods)
+    if not methods:
+        raise RecipeError("expected methods to compare, found none; give --methods, or `methods` in the recipe")
+    if recipe.baseline not in [method.label for method in methods]:
+        raise RecipeError(f"the baseline {recipe.baseline!r} is not among the methods; add it, or set baseline")
+    settled = settle_methods(recipe, methods)
+    if settled.unsearched:
+        warnings.warn(settled.note, FairnessWarning, stacklevel=2)
+    return [
+        Job(recipe, method, seed, folder / method.slug / f"seed{seed}", **options)
+        for seed in seeds
+        for method in settled.methods
+    ]
+
+
+def settings_hash(recipe: Recipe) -> str:
+    """Hash of the settings that all runs of a comparison share."""
+    return config_hash(recipe.config(MethodSettings(init="default"), 0))
+
+
+def check_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """comparison.json, if any; RunError if it is of another recipe, or under other settings, or a packed one."""
+    path = folder / "comparison.json"
+    if not path.exists():
+        return {"methods": [], "seeds": []}
+    former, settings = read_comparison(path), settings_hash(recipe)
+    if "shared" in former:
+        problem = "packed records, which cannot be resumed; pack what ran in the other one there: wellcond pack"
+    elif (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
+        problem = f"a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} ({recipe.scale})"
+    elif former.get("settings_hash", settings) != settings:
+        problem = f"a comparison of {recipe.name} under other settings"
+        if runs := sorted(folder.glob("*/seed*/run.json")):
+            there = (RunFolder(runs[0].parent).read_record() or {})["config"]
+            method = recipe.at_tuned(MethodSettings.model_validate(there["method"] | {"set": {}}))
+            problem += describe_change(there, override_recipe(recipe, method).config(method, there["seed"]))
+    else:
+        return former
+    raise RunError(f"{folder} holds {problem}. Give another folder with --folder")
+
+
+def write_comparison(
+    folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], rates: str = ""
+) -> None:
+    """Write comparison.json; methods and seeds of an earlier call stay listed.
+
+    `rates` says which learning rates the methods have and where those are from.
+    """
+    former, path = check_settings(folder, recipe), folder / "comparison.json"
+    listed = [{"label": method.label, "slug": method.slug} for method in methods]
+    content = {
+        "schema": SCHEMA,
+        "kind": KIND,
+        "name": recipe.name,
+        "title": recipe.title,
+        "recipe": recipe.name,
+        "scale": recipe.scale,
+        "settings_hash": settings_hash(recipe),
+        "methods": [*former["methods"], *(row for row in listed if row not in former["methods"])],
+        "baseline": recipe.baseline,
+        "seeds": sorted({*seeds, *former["seeds"]}),
+        "notes": recipe.description,
+        **({"rates": rates} if rates else {}),
+    }
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_sealed(path, content)
+
+
+def read_comparison(path: Path) -> dict[str, Any]:
+    """comparison.json; RunError if it is not one, or was changed."""
+    advice = "Delete it, then run the same command: it is written again, and the runs are kept"
+    return read_sealed(path, KIND, advice, ("methods", "seeds", "recipe", "scale"))
+
+
+# Searched values in a comparison: every method has them, or none has.
 
 
 class Settled(NamedTuple):

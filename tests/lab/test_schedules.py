@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from wellcond.lab.train.optimizers import ScheduleSettings
+from wellcond.lab.optimizers import ScheduleSettings
 
 PARSED = TypeAdapter(ScheduleSettings)
 

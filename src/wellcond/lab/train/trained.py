@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,14 @@ from wellcond.conditioning.methods import make_method
 from wellcond.conditioning.weights import conditioning_in, load_state, read_state_dict
 from wellcond.errors import NumericalWarning, RecipeError
 from wellcond.init.selection import exclusion
+from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model
 from wellcond.lab.train.checkpoint import read_finished_run
-
-if TYPE_CHECKING:
-    from wellcond.lab.methods import MethodSettings
 
 Build = Callable[[str, dict[str, Any]], nn.Module]
 
 
-def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None = None) -> nn.Module:
+def load_teacher(options: dict[str, Any], base: Path | None = None, build: Build | None = None) -> nn.Module:
     """The trained model, built for the student's data by `build`, with plain weights: corrected ones are folded."""
     path = (base or Path()) / options["teacher"]
     record, weights = read_finished_run(path, "teacher", "the folder of another run")
