@@ -258,7 +258,7 @@ def test_a_missing_extra_names_its_install_line():
 TESTS = Path(__file__).parent
 MIRROR_NOTHING = {"contracts", "distributed", "export", "repository", "security"}
 """What holds for every family, for two processes, for exported models, for the files of the repository, for input."""
-LATER = {"cli", "jacobian", "lab"}
+LATER = {"cli", "lab"}
 
 
 def is_mirrored(path):
