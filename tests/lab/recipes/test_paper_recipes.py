@@ -1,6 +1,6 @@
 """Every recipe of the papers builds its task, model and optimiser and makes two updates, on small data of its kind.
 
-The model keeps its width, heads and input size, and loses depth; the batch is 2 samples. Precision is float32, as on a CPU.
+The model keeps its width, heads and input size, and loses depth; the batch is 2 samples, the precision float32.
 """
 
 import functools
@@ -113,7 +113,7 @@ def test_a_paper_recipe_makes_two_updates(name, tmp_path):
     if hasattr(tokenizer, "train"):
         changes.append("task.tokenizer.vocabulary=50")
     elif tokenizer is not None:
-        changes.append(f"task.tokenizer.file={vocabulary(tmp_path / 'set')}")
+        changes.append(f"task.tokenizer.name={vocabulary(tmp_path / 'set')}")
     shallow, base = load_recipe(name, scale="paper", overrides=changes)
     task = prepare_task(shallow, seed=0, base=base)
     model = prepare_model(shallow, MethodSettings.model_validate("conditioned"), task, seed=0, base=base).train()
