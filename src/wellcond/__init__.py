@@ -16,6 +16,7 @@ from wellcond.errors import (
     LayoutWarning,
     MissingExtraError,
     MissingFileError,
+    MonitorError,
     NumericalWarning,
     OptionError,
     SiteNotFoundError,
@@ -45,8 +46,14 @@ if TYPE_CHECKING:
     from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport
     from wellcond.measurement.run import MeasureSettings
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
+    from wellcond.training.cap import SpectralCap
+    from wellcond.training.clip import QKClip
+    from wellcond.training.groups import QKRate, parameter_groups
+    from wellcond.training.monitor import AttentionMonitor
+    from wellcond.training.muon import HeadMuon, muon_groups
 
 __all__ = [
+    "AttentionMonitor",
     "AttentionNotFoundError",
     "AttentionSite",
     "CheckpointMismatchError",
@@ -59,6 +66,7 @@ __all__ = [
     "EvidenceWarning",
     "FairnessWarning",
     "Finding",
+    "HeadMuon",
     "HeadReport",
     "JacobianSpectrum",
     "LayerFacts",
@@ -68,10 +76,14 @@ __all__ = [
     "MeasurementReport",
     "MissingExtraError",
     "MissingFileError",
+    "MonitorError",
     "NumericalWarning",
     "OptionError",
+    "QKClip",
+    "QKRate",
     "SiteNotFoundError",
     "Slot",
+    "SpectralCap",
     "Spectrum",
     "TokenFacts",
     "TrackPoint",
@@ -89,6 +101,8 @@ __all__ = [
     "init_",
     "jacobian_spectrum",
     "measure",
+    "muon_groups",
+    "parameter_groups",
     "query_and_kv_site",
     "recondition_",
     "register_adapter",
@@ -118,6 +132,11 @@ _LAZY = {
     "jacobian.records": ("JacobianSpectrum",),
     "linalg.records": ("Spectrum",),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
+    "training.cap": ("SpectralCap",),
+    "training.clip": ("QKClip",),
+    "training.groups": ("QKRate", "parameter_groups"),
+    "training.muon": ("HeadMuon", "muon_groups"),
+    "training.monitor": ("AttentionMonitor",),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
 _MODULES = {*(module.partition(".")[0] for module in _LAZY), "theory"}

@@ -182,6 +182,10 @@ class DiagnosisError(WellcondError, ValueError):
     """A file that is no diagnosis, or a model that cannot be diagnosed."""
 
 
+class MonitorError(WellcondError, ValueError):
+    """A file that no monitor wrote, or that cannot be written."""
+
+
 class HypothesisError(WellcondError, ValueError):
     """A statement was asked for outside its hypotheses."""
 

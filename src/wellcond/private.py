@@ -185,7 +185,34 @@ def wrap_loading_of_trainer(around: Callable[[str, nn.Module], AbstractContextMa
     _WRAPPED.add(trainers.Trainer)
 
 
-__all__ = ["TorchDispatchMode", "higher_order_name", "operator_arguments", "return_names"]
+class LightDispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not load torch's compiler; once it is loaded, it does not trace the mode's code.
+
+    Needs `TorchDispatchMode._should_skip_dynamo`: by default torch loads its compiler at the first operator that a mode
+    sees, which takes three seconds in a process that compiles nothing. Tried with torch 2.15.
+    """
+
+    skips_compiler = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __enter__(self) -> Any:
+        """Begin."""
+        cls = type(self)
+        if compiler_is_loaded() and not cls.skips_compiler:
+            cls.skips_compiler = True
+            cls.__torch_dispatch__ = torch.compiler.disable(cls.__torch_dispatch__)  # type: ignore[method-assign]
+        return super().__enter__()
+
+
+def compiler_is_loaded() -> bool:
+    """Whether something may be compiled in this process: torch's compiler is there, or flex_attention, which calls it.
+
+    Needs the name of torch._dynamo: `torch.compiler` loads it to answer. Tried with torch 2.15.
+    """
+    return "torch._dynamo" in sys.modules or "torch.nn.attention.flex_attention" in sys.modules
 
 
 def higher_order_name(operator: Any) -> str | None:
@@ -209,6 +236,33 @@ def operator_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, A
     defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
     given = {argument.name: value for argument, value in zip(declared, args, strict=False)}
     return {**defaults, **given, **kwargs}
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd is running a backward pass in this thread: what is called now is computed again for it.
+
+    Needs `torch._C._current_graph_task_id`, which `torch.autograd.graph` asks for the same; a public function does not
+    exist. Tried with torch 2.15.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Compute beside a forward pass: without gradients and autocast, seen by no mode of torch.
+
+    A mode that selective activation checkpointing puts around a forward pass counts operators, and must not count
+    ours. Needs `torch._C._DisableTorchDispatch` and `torch._C.DisableTorchFunction`, the guards under torch's own
+    modes. Tried with torch 2.15.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for device in ("cpu", torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else ""):
+            if device and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch._C._DisableTorchDispatch())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        yield
 
 
 def return_names(operator: Any) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from wellcond.private import TorchDispatchMode, higher_order_name, operator_arguments, return_names
+from wellcond.private import LightDispatchMode, higher_order_name, operator_arguments, return_names
 
 TORCH_OPERATORS = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "symm_mem")
 NAMES = (("query", "q"), ("key", "k"), ("value", "v"))
@@ -156,7 +156,7 @@ def read_call(
     if operator.namespace in TORCH_OPERATORS and not _is_fused_attention(operator):
         return None
     given = operator_arguments(operator, args, kwargs)
-    found = [part for names in NAMES if (part := _first(given, names)) is not None]
+    found = [part for names in NAMES if (part := first_named(given, names)) is not None]
     named = len(found) == 3
     if not named:
         found = [value for value in given.values() if isinstance(value, Tensor) and value.is_floating_point()][:3]
@@ -168,7 +168,7 @@ def read_call(
     if q.is_nested:
         return replace(call, why_no_logits="its tensors are nested")
     if operator.namespace == "aten" and operator.overloadpacket.__name__.startswith("_scaled_dot_product"):
-        lse = _log_sum_exp(dict(zip(return_names(operator), returned, strict=False)), q)
+        lse = log_sum_exp(dict(zip(return_names(operator), returned, strict=False)), q)
         return replace(_as_sdpa(call, given), lse=lse)
     proven = _proven(call, given, returned, scale)
     return proven if named or not proven.why_no_logits else None
@@ -213,7 +213,8 @@ def _flex_call(given: dict[str, Any], result: Any) -> KernelCall:
     return call if right else replace(call, visible=None, why_no_logits=why)
 
 
-def _first(given: dict[str, Any], names: Sequence[str]) -> Tensor | None:
+def first_named(given: dict[str, Any], names: Sequence[str]) -> Tensor | None:
+    """The first tensor among arguments of these names."""
     return next((given[name] for name in names if isinstance(given.get(name), Tensor)), None)
 
 
@@ -224,7 +225,7 @@ def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
     scale = next((float(given[name]) for name in SCALES if isinstance(given.get(name), (int, float))), None)
-    mask = _first(given, MASKS)
+    mask = first_named(given, MASKS)
     found: dict[str, Any] = {"scale": scale}
     if mask is not None:
         found["visible" if mask.dtype == torch.bool else "bias"] = mask
@@ -239,7 +240,7 @@ def _masked_causally(call: KernelCall, given: dict[str, Any], *, from_end: bool)
     causal, numbers = any(given.get(name) is True for name in CAUSAL), []
     for part, names in zip((call.q, call.k), SEQUENCES, strict=True):
         at = torch.arange(part.shape[-2], device=part.device)
-        begins = _first(given, names)
+        begins = first_named(given, names)
         sequence = torch.zeros_like(at) if begins is None else torch.bucketize(at, begins[1:-1], right=True)
         end = 0 if not from_end else len(at) if begins is None else begins[1:].to(at)[sequence]
         numbers.append((at - end, sequence, begins is not None))
@@ -252,7 +253,8 @@ def _masked_causally(call: KernelCall, given: dict[str, Any], *, from_end: bool)
     return replace(call, visible=visible if call.visible is None else call.visible & visible)
 
 
-def _log_sum_exp(returned: dict[str, Any], q: Tensor) -> Tensor | None:
+def log_sum_exp(returned: dict[str, Any], q: Tensor) -> Tensor | None:
+    """The log-sum-exp of every row among what a kernel of torch returned, by name."""
     found = returned.get("logsumexp", returned.get("log_sumexp"))
     return None if found is None or found.dim() != q.dim() - 1 else found[..., : q.shape[-2]]  # it may be padded
 
@@ -379,7 +381,7 @@ class KernelTrace:
             self.products.append((as_batch(p), as_batch(v)))
 
 
-class KernelWatch(TorchDispatchMode):
+class KernelWatch(LightDispatchMode):
     """Shows every operator to the trace of the attention layer that is running."""
 
     supports_higher_order_operators = True

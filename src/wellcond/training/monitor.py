@@ -1,0 +1,443 @@
+"""`AttentionMonitor`: every head while a model trains, read from the passes that the training makes anyway."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wellcond.arguments import check_int
+from wellcond.attention.checks import Chosen, choose_sites
+from wellcond.attention.find import find_attention
+from wellcond.attention.live import LiveCall, LiveHooks
+from wellcond.attention.sharding import is_distributed, local_shard, unwrap
+from wellcond.attention.site import AttentionSite
+from wellcond.errors import UnknownChoiceError
+from wellcond.linalg.circuits import NUMBERS, circuit_numbers, gram_matrices
+from wellcond.training.columns import CHECK, COLUMNS, TOLERANCE, Column
+from wellcond.training.series import Series
+
+WEIGHT_COLUMNS = (*NUMBERS, "weight_change")
+SHARE = "attention_share"
+WEIGHTS_EVERY = 50
+"""Steps between two readings of the weights, unless the monitor reads more rarely."""
+
+
+@dataclass(eq=False)
+class _Buffers:
+    """Sums, their weights, and maxima of the heads whose weights are on one device; (heads, columns) each."""
+
+    sums: Tensor
+    weights: Tensor
+    maxima: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, heads: int, means: int, maxima: int) -> _Buffers:
+        empty = functools.partial(torch.zeros, device=device, dtype=torch.float32)
+        return cls(empty(heads, means), empty(heads, means), torch.full((heads, maxima), -torch.inf, device=device))
+
+    def clear(self) -> None:
+        self.sums.zero_()
+        self.weights.zero_()
+        self.maxima.fill_(-torch.inf)
+
+    def reduce(self, group: Any) -> Tensor:
+        """One matrix of everything, over all processes."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            both = torch.cat([self.sums, self.weights], 1)
+            torch.distributed.all_reduce(both, group=group)
+            torch.distributed.all_reduce(self.maxima, torch.distributed.ReduceOp.MAX, group=group)
+            return torch.cat([both, self.maxima], 1)
+        return torch.cat([self.sums, self.weights, self.maxima], 1)
+
+
+@dataclass(eq=False)
+class _Flush:
+    """What one step left on its way to the host."""
+
+    step: int
+    tables: list[Tensor]
+    grams: list[dict[str, Tensor]]
+    ready: list[Any] = field(default_factory=list)
+    """Events of the devices that copy."""
+
+    def wait(self) -> None:
+        for event in self.ready:
+            event.synchronize()
+
+
+class AttentionMonitor:
+    """Watches every head while a model trains; the training is the same bit for bit.
+
+    The monitor reads the forward passes that the training makes: no pass of its own, no batch that is kept. Hooks are
+    there on due steps only. They compute on the device, into buffers of fixed columns; what several microbatches see is
+    accumulated, and what activation checkpointing computes again is not counted. `step` reduces the buffers over the
+    processes (sums and maxima, one column at a time) and begins to copy them to the host, which reads them one step
+    later. So nothing waits for the device within a step, and no process for another outside `step`.
+
+    What was not seen is NaN, and `not_seen` says why. torch.compile is such a case: compiled code calls no hooks, its
+    graph stays as it is, and only what the weights alone say is known. Attention layers that are not compiled, and
+    kernels that are compiled by themselves within one, are seen as far as their operators show.
+
+    Under DistributedDataParallel, FSDP2 and tensor parallelism every process makes a monitor and calls `step`; all then
+    have the numbers of one process that sees all samples and heads.
+
+    Args:
+        model: the model that trains: plain, or wrapped by torch.compile or DistributedDataParallel, or sharded.
+        every: read at the first step and at multiples of this many.
+        columns: which to read of the kernel calls (`wellcond.training.columns`); all by default. ``attention_share`` is
+            what an attention layer adds to the stream, relative to it.
+        weights: read singular values of W_Q, W_K, W_V, W_O and of the QK and OV circuits, after the step of the
+            optimiser, at due steps that are multiples of `weights_every`.
+        weights_every: by default 50, or `every` where that is more.
+        sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``.
+        file: of JSON lines to write, one per step and layer; ``wellcond watch`` and ``wellcond doctor`` read it. Only
+            the first process writes.
+        alarms: `Alarms`, to be asked after every reading.
+        first_step: how many steps were trained before.
+        group: processes over which to reduce; all by default. Pipeline stages, which have other layers, need their own.
+
+    Raises:
+        AttentionNotFoundError, UnsupportedLayoutError: no attention of the model is understood.
+        UnknownChoiceError, TypeError, ValueError: a column that does not exist, or numbers that make no sense.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        >>> monitor = AttentionMonitor(layer, every=2)
+        >>> for _ in range(4):
+        ...     layer(torch.randn(2, 5, 16)).sum().backward()
+        ...     monitor.step()
+        >>> frame = monitor.to_frame()
+        >>> sorted(set(frame["step"].tolist())), len(frame)
+        ([1, 2, 4], 12)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 50,
+        columns: Sequence[str] | None = None,
+        weights: bool = True,
+        weights_every: int | None = None,
+        sites: Chosen | None = None,
+        file: str | os.PathLike[str] | None = None,
+        alarms: Any = None,
+        first_step: int = 0,
+        group: Any = None,
+    ) -> None:
+        """Find the attention layers and make the buffers; the hooks wait for the first due step."""
+        self.every = check_int("every", every, at_least=1)
+        self.num_steps = check_int("first_step", first_step, at_least=0)
+        self._first_step = self.num_steps
+        at_least = max(self.every, WEIGHTS_EVERY) if weights_every is None else weights_every
+        self.weights_every = check_int("weights_every", at_least, at_least=1)
+        self.model = unwrap(model)
+        self.group, self.alarms = group, alarms
+        chosen = find_attention(self.model, strict=False) if sites is None else choose_sites(self.model, sites)
+        self.sites: list[AttentionSite] = list(chosen)
+        self._columns = [*_chosen_columns(columns), CHECK]
+        self._share = columns is None or SHARE in columns
+        shown = [column.name for column in self._columns if column is not CHECK]
+        shown += [SHARE] if self._share else []
+        shown += WEIGHT_COLUMNS if weights else []
+        self.series = Series([(site.name, site.num_heads) for site in self.sites], shown)
+        self._weights = weights
+        means = [column.name for column in self._columns if column.reduce == "mean"]
+        self._means = [*means, *(("_stream", "_added") if self._share else ())]
+        self._maxima = [column.name for column in self._columns if column.reduce == "max"]
+        self._why: list[dict[str, str]] = [{} for _ in self.sites]
+        self._known: list[set[str]] = [set() for _ in self.sites]
+        self._exact: dict[int, bool] = {}
+        self._places: dict[tuple[int, int], slice | Tensor | None] = {}
+        self._buffers: dict[torch.device, _Buffers] = {}
+        self._rows: list[tuple[torch.device, slice]] = []
+        self._grams: list[dict[str, Tensor]] | None = None
+        self._pending: list[_Flush] = []
+        self._make_buffers()
+        self._hooks = LiveHooks(self.model, self.sites, self._see, self._stream if self._share else None)
+        self._armed = False
+        if file is not None and _is_first_process():
+            self.series.write_to(file, keep_until=first_step)
+        self._arm()
+
+    # What the training calls
+
+    def step(self) -> None:
+        """Call once after every step of the optimiser, on every process."""
+        self.num_steps += 1
+        self._collect()
+        if self._armed:
+            self._flush()
+        self._arm()
+
+    def discard(self) -> None:
+        """Call in the place of `step` where nobody reads the numbers: for whom `max_logits` is enough."""
+        self.num_steps += 1
+        for buffers in self._buffers.values():
+            buffers.clear()
+        self._arm()
+
+    def close(self) -> None:
+        """Read what is still on its way, and remove the hooks."""
+        self._collect()
+        self._hooks.detach()
+        self._armed = False
+
+    def __enter__(self) -> AttentionMonitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is read: the first one, and multiples of `every`."""
+        return step == self._first_step + 1 or step % self.every == 0
+
+    # What users ask
+
+    def max_logits(self, *, reduce: bool = True) -> dict[str, Tensor]:
+        """The largest logit of every head in the passes since the last `step`, on the device: {layer: (heads)}.
+
+        It is exact where the kernel computes logits, else the upper bound by log-sum-exp (`exact` says which), and NaN
+        where nothing was seen. Numbers that are not finite give infinity. Ask between the forward pass and `step`, on
+        a step that is due; on others all are NaN. Nothing waits for the device.
+
+        Args:
+            reduce: take the maximum over all processes; every process must then ask.
+        """
+        if "max_logit" not in self._maxima:
+            raise ValueError("max_logits: this monitor was made without the column 'max_logit'; add it to columns")
+        at, found = self._maxima.index("max_logit"), {}
+        for device, buffers in self._buffers.items():
+            largest = buffers.maxima[:, at].clone()
+            if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.group)
+            largest = largest.masked_fill(largest == -torch.inf, torch.nan)
+            found |= {
+                site.name: largest[rows]
+                for site, (on, rows) in zip(self.sites, self._rows, strict=True)
+                if on == device
+            }
+        return found
+
+    def exact(self) -> dict[str, bool | None]:
+        """Whether `max_logit` of a layer is exact (True) or an upper bound (False); None while nothing was seen."""
+        return {site.name: self._exact.get(number) for number, site in enumerate(self.sites)}
+
+    @property
+    def not_seen(self) -> dict[str, dict[str, str]]:
+        """By layer, columns that were not seen so far, with the reasons."""
+        found = {}
+        for site, why, reasons, known in zip(self.sites, self._hooks.why, self._why, self._known, strict=True):
+            names = [column.name for column in self._columns if column is not CHECK and column.name not in known]
+            missing = {name: reasons.get(name) or why for name in names}
+            if self._share and SHARE not in known:
+                missing[SHARE] = "what its block receives or what it adds was not seen"
+            if missing:
+                found[site.name] = missing
+        return found
+
+    def to_frame(self) -> Any:
+        """A row per step, layer and head as a `pandas.DataFrame`; NaN where a number was not seen.
+
+        Raises: MissingExtraError if pandas is not installed.
+        """
+        self._collect()
+        return self.series.to_frame()
+
+    # Hooks
+
+    def _arm(self) -> None:
+        due = self.is_due(self.num_steps + 1)
+        if due and not self._armed:
+            if any(site.q.parameter.device != on for site, (on, _) in zip(self.sites, self._rows, strict=True)):
+                self._make_buffers()
+            self._hooks.attach()
+        if not due and self._armed:
+            self._hooks.detach()
+        self._armed = due
+
+    def _make_buffers(self) -> None:
+        """On the devices where the weights are now."""
+        counts: dict[torch.device, int] = {}
+        self._rows = []
+        for site in self.sites:
+            device = site.q.parameter.device
+            first = counts.get(device, 0)
+            counts[device] = first + site.num_heads
+            self._rows.append((device, slice(first, counts[device])))
+        means, maxima = len(self._means), len(self._maxima)
+        self._buffers = {device: _Buffers.on(device, count, means, maxima) for device, count in counts.items()}
+
+    def _see(self, number: int, call: LiveCall) -> None:
+        buffers, place = self._buffers[self._rows[number][0]], None
+        for column in self._columns:
+            value = column.read(call)
+            if isinstance(value, str):
+                self._why[number].setdefault(column.name, value)
+                continue
+            if place is None:
+                tensor = call.logits if call.q is None else call.q
+                place = self._place(number, value.shape[1] if tensor is None else tensor.shape[1])
+            if place is None:
+                self._why[number][column.name] = "the heads of its kernel could not be separated"
+                continue
+            heads, rows = place
+            value = value.detach().flatten(2) if value.dim() > 2 else value.detach()[..., None]
+            value = value.float().repeat_interleave(heads // value.shape[1], 1)
+            self._known[number].add(column.name)
+            if column.reduce == "max":
+                at = self._maxima.index(column.name)
+                largest = value.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).amax((0, 2))
+                buffers.maxima[rows, at] = torch.maximum(buffers.maxima[rows, at], largest)
+            else:
+                self._add(buffers, rows, self._means.index(column.name), value)
+        if "max_logit" in self._known[number]:
+            self._exact[number] = call.logits is not None
+
+    def _add(self, buffers: _Buffers, rows: Any, at: int, value: Tensor) -> None:
+        """Add numbers (samples, heads, tokens) to a column of means."""
+        finite = value.isfinite()
+        buffers.sums[rows, at] += torch.where(finite, value, 0.0).sum((0, 2))
+        buffers.weights[rows, at] += finite.sum((0, 2))
+
+    def _stream(self, number: int, what: str, tensor: Tensor) -> None:
+        device, rows = self._rows[number]
+        at = self._means.index(f"_{what}")
+        square = tensor.detach().float().square().sum()
+        self._buffers[device].sums[rows, at] += square
+        self._buffers[device].weights[rows, at] += tensor.numel()
+        if what == "added":
+            self._known[number].add(SHARE)
+
+    def _place(self, number: int, heads: int) -> tuple[int, Any] | None:
+        """Where the heads of a call are in the buffers; of tensor parallelism, those that this process has."""
+        rows, site = self._rows[number][1], self.sites[number]
+        if heads == site.num_heads:
+            return heads, rows
+        if (number, heads) not in self._places:
+            self._places[number, heads] = _local_heads(site, heads, rows)
+        local = self._places[number, heads]
+        return None if local is None else (heads, local)
+
+    # From the device to the host
+
+    def _flush(self) -> None:
+        tables = [buffers.reduce(self.group) for buffers in self._buffers.values()]
+        grams = []
+        if self._weights and (self.num_steps % self.weights_every == 0 or self.num_steps == self._first_step + 1):
+            grams = [gram_matrices({role: slot.read() for role, slot in site.slots.items()}) for site in self.sites]
+        flush = _Flush(self.num_steps, [_to_host(table) for table in tables], [])
+        flush.grams = [{role: _to_host(part) for role, part in of_site.items()} for of_site in grams]
+        for device in self._buffers:
+            if device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                flush.ready.append(event)
+        self._pending.append(flush)
+        for buffers in self._buffers.values():
+            buffers.clear()
+
+    def _collect(self) -> None:
+        pending, self._pending = self._pending, []
+        for flush in pending:
+            flush.wait()
+            self.series.add(flush.step, self._finish(flush))
+            if self.alarms is not None:
+                self.alarms.look(self.series)
+
+    def _finish(self, flush: _Flush) -> np.ndarray:
+        """The numbers of a step as (heads, columns), from sums, weights, maxima and Gram matrices."""
+        tables = dict(zip(self._buffers, flush.tables, strict=True))
+        parts = [tables[device][rows] for device, rows in self._rows]
+        table = torch.cat(parts).double()
+        count = len(self._means)
+        sums, weights, maxima = table[:, :count], table[:, count : 2 * count], table[:, 2 * count :]
+        means = torch.where(weights > 0, sums / weights, torch.nan)
+        raw = {name: means[:, at] for at, name in enumerate(self._means)}
+        maxima = maxima.masked_fill(maxima == -torch.inf, torch.nan)
+        raw |= {name: maxima[:, at] for at, name in enumerate(self._maxima)}
+        shown = {column.name: raw[column.name].sqrt() if column.root else raw[column.name] for column in self._columns}
+        if self._share:
+            shown[SHARE] = (raw["_added"] / raw["_stream"]).sqrt()
+        wrong = shown.pop(CHECK.name) > TOLERANCE
+        if bool(wrong.any()):
+            self._refuse(wrong, shown)
+        shown |= self._of_weights(flush.grams)
+        missing = torch.full((len(table),), torch.nan, dtype=torch.float64)
+        return torch.stack([shown.get(name, missing) for name in self.series.columns], 1).numpy()
+
+    def _refuse(self, wrong: Tensor, shown: dict[str, Tensor]) -> None:
+        """Leave out what rests on the log-sum-exp of a foreign operator that is not one of its logits."""
+        why = "what its kernel returns is not the log-sum-exp of its logits as the arguments say"
+        first = 0
+        for number, site in enumerate(self.sites):
+            if bool(wrong[first : first + site.num_heads].any()):
+                for name in ("max_logit", "max_logit_low", "first_share", "self_share", "logit_std", "entropy"):
+                    if name in shown:
+                        shown[name][first : first + site.num_heads] = torch.nan
+                        self._known[number].discard(name)
+                        self._why[number][name] = why
+            first += site.num_heads
+
+    def _of_weights(self, grams: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        if not grams:
+            return {}
+        numbers = [circuit_numbers(g, site.num_heads) for g, site in zip(grams, self.sites, strict=True)]
+        found = {name: torch.cat([one[name] for one in numbers]) for name in NUMBERS}
+        before, self._grams = self._grams, grams
+        pairs = zip(grams, before or [{}] * len(grams), self.sites, strict=True)
+        found["weight_change"] = torch.cat([_change(now, then, site.num_heads) for now, then, site in pairs])
+        return found
+
+
+def _chosen_columns(names: Sequence[str] | None) -> list[Column]:
+    if names is None:
+        return list(COLUMNS.values())
+    for name in names:
+        if name not in COLUMNS and name != SHARE:
+            raise UnknownChoiceError("column of AttentionMonitor", name, [*COLUMNS, SHARE])
+    return [COLUMNS[name] for name in names if name != SHARE]
+
+
+def _change(now: dict[str, Tensor], then: dict[str, Tensor], num_heads: int) -> Tensor:
+    """The largest relative change of a Gram matrix since the last reading, per query head."""
+    changes = [torch.full((num_heads,), torch.nan, dtype=torch.float64)]
+    for role in ("q", "k", "v", "o"):
+        if role in now and role in then:
+            norm = now[role].flatten(1).norm(dim=1)
+            change = (now[role] - then[role]).flatten(1).norm(dim=1) / norm
+            changes.append(change.double().repeat_interleave(num_heads // len(change)))
+    return torch.stack(changes).nan_to_num(nan=-1.0).amax(0).where(torch.tensor(len(changes) > 1), torch.nan)
+
+
+def _local_heads(site: AttentionSite, heads: int, rows: slice) -> slice | None:
+    """Rows of the heads that this process computes, by the shard of W_Q that it holds; None if they do not fit."""
+    parameter = site.q.parameter
+    if not is_distributed(parameter) or site.q.is_stacked or site.q.view is not None:
+        return None
+    inside = local_shard(parameter).inside(site.q.rows, 1 if site.q.transposed else 0).all(1)
+    numbers = inside.nonzero().flatten().tolist()
+    if len(numbers) != heads or numbers != list(range(numbers[0], numbers[0] + heads)):
+        return None
+    return slice(rows.start + numbers[0], rows.start + numbers[0] + heads)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy on the CPU; of a GPU, one that is not waited for."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def _is_first_process() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -1,0 +1,201 @@
+"""What a monitor keeps: a number per step, head and column, as a table, a file of JSON lines, and a frame."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wellcond.arguments import describe
+from wellcond.errors import MonitorError
+from wellcond.files import read_regular, write_atomically
+from wellcond.measurement.records import make_frame
+from wellcond.version import __version__
+
+KIND = "wellcond monitor"
+SCHEMA = 1
+
+
+@dataclasses.dataclass(eq=False)
+class Series:
+    """Numbers of every head over the steps of a training, NaN where one was not seen.
+
+    `values` has the shape (readings, heads of all layers, columns); heads are in the order of the layers.
+    """
+
+    layers: list[tuple[str, int]]
+    """Names of the attention layers, and how many heads each has."""
+    columns: list[str]
+    steps: list[int] = dataclasses.field(default_factory=list)
+    tables: list[np.ndarray] = dataclasses.field(default_factory=list, repr=False)
+    path: Path | None = None
+
+    @property
+    def values(self) -> np.ndarray:
+        """All readings, (readings, heads, columns)."""
+        if not self.tables:
+            return np.empty((0, self.num_heads, len(self.columns)))
+        return np.stack(self.tables)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of all layers."""
+        return sum(count for _, count in self.layers)
+
+    @property
+    def heads(self) -> list[tuple[str, int]]:
+        """Layer and number of every head, in the order of the values."""
+        return [(name, head) for name, count in self.layers for head in range(count)]
+
+    def column(self, name: str, last: int | None = None) -> np.ndarray:
+        """One column of all readings, or of the last ones: (readings, heads); NaN if there is no such column."""
+        tables = self.tables if last is None else self.tables[-last:]
+        if name not in self.columns or not tables:
+            return np.full((len(tables), self.num_heads), math.nan)
+        at = self.columns.index(name)
+        return np.stack([table[:, at] for table in tables])
+
+    def add(self, step: int, table: np.ndarray) -> None:
+        """Add the reading of a step, and write it if there is a file."""
+        self.steps.append(step)
+        self.tables.append(table)
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as out:
+                out.writelines(line + "\n" for line in self._lines(step, table))
+
+    def until(self, count: int) -> Series:
+        """The first readings alone."""
+        return Series(self.layers, self.columns, self.steps[:count], self.tables[:count])
+
+    # Files
+
+    def header(self) -> dict[str, Any]:
+        """The first line of a file: what its numbers are of."""
+        layers = [[name, count] for name, count in self.layers]
+        return {"kind": KIND, "schema": SCHEMA, "version": __version__, "layers": layers, "columns": self.columns}
+
+    def _lines(self, step: int, table: np.ndarray) -> Iterator[str]:
+        first = 0
+        for name, count in self.layers:
+            part = table[first : first + count]
+            numbers = {
+                column: [_plain(value) for value in part[:, at]]
+                for at, column in enumerate(self.columns)
+                if not np.isnan(part[:, at]).all()
+            }
+            yield json.dumps({"step": step, "site": name, **numbers}, ensure_ascii=False, allow_nan=False)
+            first += count
+
+    def write_to(self, file: str | os.PathLike[str], *, keep_until: int = 0) -> None:
+        """Write further readings to a file; what an interrupted run left in it after a step is removed.
+
+        Raises: MonitorError if it cannot be written, or holds what another model left.
+        """
+        path = Path(file)
+        text = json.dumps(self.header(), ensure_ascii=False) + "\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if keep_until and path.exists():
+                text = "".join(_lines_until(path, keep_until, self.header()))
+            write_atomically(path, text)
+        except OSError as error:
+            raise MonitorError(f"{path} cannot be written ({error.strerror}); give another file") from error
+        self.path = path
+
+    @classmethod
+    def read(cls, file: str | os.PathLike[str]) -> Series:
+        """The series that a monitor wrote; a last step that is not complete yet is left out.
+
+        Raises: MonitorError for anything else.
+        """
+        path = Path(file)
+        try:
+            lines = read_regular(path).decode("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise MonitorError(f"{path} cannot be read ({error}); give the monitor.jsonl of a run") from error
+        try:
+            header = json.loads(lines[0]) if lines else None
+            found = cls._begin(header)
+            found._read_lines(lines[1:])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise MonitorError(f"{path} is not what a monitor of wellcond writes: {error}") from error
+        return found
+
+    @classmethod
+    def _begin(cls, header: Any) -> Series:
+        if not isinstance(header, dict) or header.get("kind") != KIND or header.get("schema") != SCHEMA:
+            raise ValueError(f"expected a first line of kind {KIND!r}, schema {SCHEMA}, found {describe(header)}")
+        layers = [(str(name), int(count)) for name, count in header["layers"]]
+        if any(count < 1 or count > 100_000 for _, count in layers):
+            raise ValueError("expected layers with at least one head")
+        return cls(layers, [str(name) for name in header["columns"]])
+
+    def _read_lines(self, lines: Sequence[str]) -> None:
+        tables: dict[int, np.ndarray] = {}
+        seen: dict[int, set[str]] = {}
+        firsts, first = {}, 0
+        for name, count in self.layers:
+            firsts[name] = (first, count)
+            first += count
+        for number, line in enumerate(lines, 2):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                if number == len(lines) + 1:
+                    break  # it is being written
+                raise ValueError(f"line {number} is no JSON") from None
+            step, name = int(entry["step"]), entry["site"]
+            if name not in firsts:
+                raise ValueError(f"line {number} is of {name!r}, which its first line does not name")
+            begin, count = firsts[name]
+            table = tables.setdefault(step, np.full((self.num_heads, len(self.columns)), math.nan))
+            seen.setdefault(step, set()).add(name)
+            for at, column in enumerate(self.columns):
+                if column in entry:
+                    table[begin : begin + count, at] = [math.nan if v is None else float(v) for v in entry[column]]
+        for step, names in seen.items():
+            if len(names) == len(self.layers):
+                self.steps.append(step)
+                self.tables.append(tables[step])
+
+    # Frames
+
+    def to_frame(self) -> Any:
+        """A row per step, layer and head.
+
+        Raises: MissingExtraError if pandas is not installed.
+        """
+        rows = [
+            {"step": step, "site": name, "head": head, **dict(zip(self.columns, map(float, numbers), strict=True))}
+            for step, table in zip(self.steps, self.tables, strict=True)
+            for (name, head), numbers in zip(self.heads, table, strict=True)
+        ]
+        return make_frame(rows, {"version": __version__})
+
+
+def _plain(value: float) -> float | str | None:
+    """Six digits; JSON has no infinity and no NaN."""
+    if math.isnan(value):
+        return None
+    return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+
+
+def _lines_until(path: Path, step: int, header: dict[str, Any]) -> Iterator[str]:
+    lines = read_regular(path).decode("utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # cut off while it was written
+        if number == 0 and entry.get("layers") != header["layers"]:
+            raise MonitorError(f"{path} is of another model; give another file")
+        if number == 0:
+            yield json.dumps(header, ensure_ascii=False) + "\n"
+        elif entry["step"] <= step:
+            yield line + "\n"
