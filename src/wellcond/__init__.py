@@ -46,9 +46,12 @@ if TYPE_CHECKING:
     from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport
     from wellcond.measurement.run import MeasureSettings
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
+    from wellcond.training.alarms import Alarm, Alarms
     from wellcond.training.monitor import AttentionMonitor
 
 __all__ = [
+    "Alarm",
+    "Alarms",
     "AttentionMonitor",
     "AttentionNotFoundError",
     "AttentionSite",
@@ -122,6 +125,7 @@ _LAZY = {
     "jacobian.records": ("JacobianSpectrum",),
     "linalg.records": ("Spectrum",),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
+    "training.alarms": ("Alarm", "Alarms"),
     "training.monitor": ("AttentionMonitor",),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
