@@ -32,13 +32,14 @@ from wellcond.attention.kernels import (
     log_sum_exp,
 )
 from wellcond.attention.record import HOW_TO_SEE, by_head
-from wellcond.attention.sharding import is_distributed
+from wellcond.attention.sharding import is_distributed, unwrap, wrappers
 from wellcond.attention.site import AttentionSite
 from wellcond.private import higher_order_name, in_backward_pass, operator_arguments, return_names, without_modes
 
 SAMPLED = 16
 """Queries of a sample of which logits are computed again."""
-NOT_CALLED = "the training step did not call its module (torch.compile calls no hooks)"
+NOT_CALLED = "the training step did not call its module"
+COMPILED = "it is compiled (torch.compile), and compiled code calls no hooks"
 OTHER_SOFTMAX = "its softmax is not over tokens"
 SECOND_STREAM = "it is a second stream of another attention layer"
 NESTED = "it runs inside another attention layer"
@@ -315,26 +316,32 @@ class LiveHooks:
         self, model: nn.Module, sites: Sequence[AttentionSite], seen: Seen, streamed: Streamed | None = None
     ) -> None:
         """Read where the blocks are; nothing is hooked yet."""
-        self.sites, self.seen, self.streamed = list(sites), seen, streamed
+        self.model, self.sites, self.seen, self.streamed = unwrap(model), list(sites), seen, streamed
+        self.compiled = is_compiled(model)
         self.kernels = LiveKernels()
         self.sdpa = _LiveSdpa(self.kernels)
         self.running: int | None = None
         self.why: list[str] = [_never_seen(site) or NOT_CALLED for site in sites]
         """Of every site, why nothing was seen yet; empty where its kernel was."""
-        self.blocks = [] if streamed is None else find_blocks(model, sites)
+        self.blocks = [] if streamed is None else find_blocks(self.model, sites)
         self.handles: list[RemovableHandle] = []
         self.given: set[int] = set()
         """Layers whose W_O has shown what they add, in the call that is running."""
 
     def attach(self) -> None:
-        """Put the hooks in place."""
+        """Put the hooks in place; what is compiled gets none, since that would have it compiled again."""
         self.detach()
+        compiled = {id(site) for site in self.sites if self.compiled or is_compiled(self.model, site.name)}
         for number, site in enumerate(self.sites):
-            if not _never_seen(site):
+            if id(site) in compiled:
+                self.why[number] = COMPILED
+            elif not _never_seen(site):
                 self._hook(site.module, partial(self._enter, number), partial(self._leave, number))
         numbers = {id(site): number for number, site in enumerate(self.sites)}
         for block in self.blocks:
-            inside = [numbers[id(site)] for site in block.sites]
+            inside = [numbers[id(site)] for site in block.sites if id(site) not in compiled]
+            if not inside:
+                continue
             self._hook(block.module, partial(self._stream, inside), None)
             for number in inside:
                 site = self.sites[number]
@@ -348,6 +355,10 @@ class LiveHooks:
             handle.remove()
         self.handles = []
 
+    def __reduce__(self) -> Any:
+        """A copy of a model, or a file of one, takes the hooks along: there they do nothing."""
+        return _silent, ()
+
     def _hook(self, module: nn.Module, before: Any, after: Any) -> None:
         if before is not None:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -355,7 +366,7 @@ class LiveHooks:
             self.handles.append(module.register_forward_hook(after, always_call=after.func.__name__ == "_leave"))
 
     def _enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not _counts(module):
+        if not self.sites or not _counts(module):
             return
         if self.running is not None:
             self.why[number] = NESTED
@@ -408,6 +419,23 @@ class LiveHooks:
             with without_modes():
                 for number in numbers:
                     self.streamed(number, what, tensor)
+
+
+def _silent() -> LiveHooks:
+    return LiveHooks(nn.Identity(), [], _ignore)
+
+
+def _ignore(number: int, call: LiveCall) -> None:
+    return
+
+
+def is_compiled(model: nn.Module, name: str = "") -> bool:
+    """Whether torch.compile stands around a model, or around the part of it that is called by this name."""
+    if not name:
+        return any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in wrappers(model))
+    parts = name.split(".")
+    holders = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1))
+    return "_orig_mod" in parts or any(one._compiled_call_impl is not None for one in holders)
 
 
 def _with_heads(call: LiveCall, num_heads: int) -> LiveCall:

@@ -83,8 +83,8 @@ class AttentionMonitor:
     later. So nothing waits for the device within a step, and no process for another outside `step`.
 
     What was not seen is NaN, and `not_seen` says why. torch.compile is such a case: compiled code calls no hooks, its
-    graph stays as it is, and only what the weights alone say is known. Attention layers that are not compiled, and
-    kernels that are compiled by themselves within one, are seen as far as their operators show.
+    graph stays as it is, and only what the weights alone say is known. Make the monitor after `torch.compile`: the
+    other way round the same graph is compiled a second time, when the hooks of the first step are gone.
 
     Under DistributedDataParallel, FSDP2 and tensor parallelism every process makes a monitor and calls `step`; all then
     have the numbers of one process that sees all samples and heads.
@@ -162,7 +162,7 @@ class AttentionMonitor:
         self._grams: list[dict[str, Tensor]] | None = None
         self._pending: list[_Flush] = []
         self._make_buffers()
-        self._hooks = LiveHooks(self.model, self.sites, self._see, self._stream if self._share else None)
+        self._hooks = LiveHooks(model, self.sites, self._see, self._stream if self._share else None)
         self._armed = False
         if file is not None and is_first_process():
             self.series.write_to(file, keep_until=first_step)
