@@ -126,7 +126,9 @@ X = torch.randn(2, 20, 24, generator=torch.Generator().manual_seed(0))
 def test_the_log_sum_exp_of_a_foreign_operator_is_checked_on_some_rows(causal):
     torch.manual_seed(0)
     layer = Attention(attend, causal)
-    plain = Attention(lambda q, k, v, is_causal: (F.scaled_dot_product_attention(q, k, v, is_causal=is_causal),), causal)
+    plain = Attention(
+        lambda q, k, v, is_causal: (F.scaled_dot_product_attention(q, k, v, is_causal=is_causal),), causal
+    )
     plain.load_state_dict(layer.state_dict())
     frame, monitor = read_once(layer, lambda model: model(X).sum().backward())
     same, _ = read_once(plain, lambda model: model(X).sum().backward())

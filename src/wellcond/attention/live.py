@@ -32,9 +32,16 @@ from wellcond.attention.kernels import (
     log_sum_exp,
 )
 from wellcond.attention.record import HOW_TO_SEE, by_head
-from wellcond.attention.sharding import is_distributed, unwrap, wrappers
+from wellcond.attention.sharding import unwrap, wrappers
 from wellcond.attention.site import AttentionSite
-from wellcond.private import higher_order_name, in_backward_pass, operator_arguments, return_names, without_modes
+from wellcond.private import (
+    higher_order_name,
+    in_backward_pass,
+    operator_arguments,
+    plain_tensor,
+    return_names,
+    without_modes,
+)
 
 SAMPLED = 16
 """Queries of a sample of which logits are computed again."""
@@ -73,6 +80,10 @@ class LiveCall:
     why: str = ""
     """Why neither logits nor log-sum-exp are there."""
     _rows: tuple[Tensor, Tensor | None] | None = field(default=None, repr=False)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Everything that it holds."""
+        return self.q, self.k, self.v, self.mask, self.lse, self.logits, self.probabilities
 
     @property
     def adds_numbers(self) -> bool:
@@ -208,7 +219,7 @@ class _Trace:
             given["value"],
             scale=q.shape[-1] ** -0.5 if given.get("scale") is None else float(given["scale"]),
             causal=bool(given.get("is_causal", False)),
-            mask=None if mask is None else mask.detach(),
+            mask=mask,
         )
         self.keep(q, self.call.k, self.call.v, self.call.mask)
 
@@ -389,8 +400,8 @@ class LiveHooks:
         if call is None:
             self.why[number] = trace.hidden or NO_KERNEL
             return
-        if any(is_distributed(part) for part in (call.q, call.logits)):
-            call = LiveCall(why="its heads are DTensors inside the attention layer")
+        if any(part is not None and type(part) is not Tensor for part in call.tensors()):
+            call = LiveCall(why="its kernel gets tensors of another class than torch.Tensor")
         elif any(tensor._version != version for tensor, version in trace.versions):
             call = LiveCall(why="the layer overwrites what its kernel got or gave")
         call = _with_heads(call, self.sites[number].num_heads)
@@ -415,10 +426,12 @@ class LiveHooks:
 
     def _give(self, numbers: list[int], what: str, tensor: Tensor | None) -> None:
         if tensor is not None and self.streamed is not None and tensor.is_floating_point():
-            tensor = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+            plain = plain_tensor(tensor)
+            if plain is None:
+                return
             with without_modes():
                 for number in numbers:
-                    self.streamed(number, what, tensor)
+                    self.streamed(number, what, plain)
 
 
 def _silent() -> LiveHooks:
