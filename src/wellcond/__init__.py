@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from wellcond.conditioning.methods import Correction, register_condition
     from wellcond.doctor.diagnose import diagnose
     from wellcond.doctor.records import Diagnosis, Finding, LayerFacts, TokenFacts
+    from wellcond.doctor.weights import compare_weights
     from wellcond.init.apply import init_, register_init
     from wellcond.jacobian.records import JacobianSpectrum
     from wellcond.jacobian.spectrum import jacobian_spectrum
@@ -86,6 +87,7 @@ __all__ = [
     "UnsupportedLayoutError",
     "WeightError",
     "WellcondError",
+    "compare_weights",
     "condition_",
     "conditioning_of",
     "diagnose",
@@ -115,6 +117,7 @@ _LAZY = {
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
     "conditioning.methods": ("Correction", "register_condition"),
     "doctor.diagnose": ("diagnose",),
+    "doctor.weights": ("compare_weights",),
     "doctor.records": ("Diagnosis", "Finding", "LayerFacts", "TokenFacts"),
     "init.apply": ("init_", "register_init"),
     "jacobian.spectrum": ("jacobian_spectrum",),
