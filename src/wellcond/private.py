@@ -185,7 +185,34 @@ def wrap_loading_of_trainer(around: Callable[[str, nn.Module], AbstractContextMa
     _WRAPPED.add(trainers.Trainer)
 
 
-__all__ = ["TorchDispatchMode", "higher_order_name", "operator_arguments", "return_names"]
+class LightDispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not load torch's compiler; once it is loaded, it does not trace the mode's code.
+
+    Needs `TorchDispatchMode._should_skip_dynamo`: by default torch loads its compiler at the first operator that a mode
+    sees, which takes three seconds in a process that compiles nothing. Tried with torch 2.15.
+    """
+
+    skips_compiler = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __enter__(self) -> Any:
+        """Begin."""
+        cls = type(self)
+        if compiler_is_loaded() and not cls.skips_compiler:
+            cls.skips_compiler = True
+            cls.__torch_dispatch__ = torch.compiler.disable(cls.__torch_dispatch__)  # type: ignore[method-assign]
+        return super().__enter__()
+
+
+def compiler_is_loaded() -> bool:
+    """Whether something may be compiled in this process: torch's compiler is there, or flex_attention, which calls it.
+
+    Needs the name of torch._dynamo: `torch.compiler` loads it to answer. Tried with torch 2.15.
+    """
+    return "torch._dynamo" in sys.modules or "torch.nn.attention.flex_attention" in sys.modules
 
 
 def higher_order_name(operator: Any) -> str | None:

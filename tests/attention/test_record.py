@@ -3,6 +3,9 @@
 import contextlib
 import dataclasses
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -399,3 +402,18 @@ def test_measuring_and_calibrating_read_fused_kernels():
         spreads.append(wc.diagnose(model, x).layers[0].logit_spread)
     assert kappas[1] == pytest.approx(kappas[0], rel=1e-3) and kappas[2] == pytest.approx(kappas[0], rel=1e-3)
     assert spreads == [pytest.approx(1.0, rel=0.05)] * 3
+
+
+def test_what_compiles_nothing_loads_no_compiler():
+    """It takes three seconds, in every process that finds, calibrates or measures."""
+    code = (
+        "import sys, torch, wellcond; from torch import nn; from models import stack;"
+        "layer = nn.TransformerEncoderLayer(12, 3, 24, batch_first=True);"
+        "model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 4, 12);"
+        "wellcond.init_(model, 'calibrated', batch=x); wellcond.find_attention(stack());"
+        "assert wellcond.measure(model, x, layers=[0], heads=[0]).layers;"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["False"]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellcond.attention.sharding import full_tensor
+from wellcond.private import compiler_is_loaded
 
 HOOKS = (
     "_forward_hooks",
@@ -55,7 +56,7 @@ def run(model: nn.Module, batch: Any) -> Any:
 @contextlib.contextmanager
 def eval_scope(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradients, plain kernels; everything as before afterwards."""
-    with torch.no_grad(), forked_rng(model), plain_kernels(), _not_compiled(), evaluation_mode(model):
+    with torch.no_grad(), forked_rng(model), plain_kernels(), not_compiled(), evaluation_mode(model):
         yield
 
 
@@ -85,13 +86,12 @@ def plain_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
-def _not_compiled() -> contextlib.AbstractContextManager[Any]:
+def not_compiled() -> contextlib.AbstractContextManager[Any]:
     """Compiled code calls no hooks, and flex_attention compiles itself: run the original.
 
     Where torch's compiler was never loaded, nothing can be compiled; loading it takes seconds.
     """
-    loaded = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager") if compiler_is_loaded() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from wellcond.private import TorchDispatchMode, higher_order_name, operator_arguments, return_names
+from wellcond.private import LightDispatchMode, higher_order_name, operator_arguments, return_names
 
 TORCH_OPERATORS = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "symm_mem")
 NAMES = (("query", "q"), ("key", "k"), ("value", "v"))
@@ -381,7 +381,7 @@ class KernelTrace:
             self.products.append((as_batch(p), as_batch(v)))
 
 
-class KernelWatch(TorchDispatchMode):
+class KernelWatch(LightDispatchMode):
     """Shows every operator to the trace of the attention layer that is running."""
 
     supports_higher_order_operators = True

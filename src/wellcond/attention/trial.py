@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from wellcond.attention import names
 from wellcond.attention.effective import remove_conditioning
-from wellcond.attention.evaluation import copy_argument, gathered, plain_copy, run, tensors_in
+from wellcond.attention.evaluation import copy_argument, gathered, not_compiled, plain_copy, run, tensors_in
 from wellcond.attention.site import AttentionSite, ModuleContext
 
 FEATURE = 0
@@ -48,7 +48,7 @@ class Trial:
 
     def run(self) -> Tensor:
         """The copy's output: the first tensor of what it returns, or those of all streams in a row."""
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), not_compiled():
             returned = run(self.module, self.batch)
         found = list(itertools.islice(tensors_in(returned), self.streams))
         if len(found) < self.streams:

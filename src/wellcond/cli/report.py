@@ -16,24 +16,35 @@ from wellcond.errors import WellcondError, check_choice
 from wellcond.files import to_json, write_atomically
 
 if TYPE_CHECKING:
+    from wellcond.lab.pool import Outcome
     from wellcond.lab.report.table import Table
     from wellcond.lab.reproduce.plan import PlannedStudy
-    from wellcond.lab.train.compare import Outcome
 
 
 @cli.app.command("report", rich_help_panel=cli.EXPERIMENTS)
 def report(
     folder: Annotated[Path, cli.folder_argument(help="A comparison, or a folder with several.")],
     pictures: Annotated[bool, Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
+    check: Annotated[bool, Option("--check", help="Compare what is committed with what the records give.")] = False,
 ) -> None:
-    """Rebuild tables, figures and the page of a comparison from its records."""
+    """Rebuild tables, figures and the page of a comparison from its records.
+
+    With --check nothing is written: claims, tables and figures that are committed beside the records of a collection
+    such as results are built again and compared byte by byte.
+    """
+    if check:
+        cli.need_train_extra()
+        from wellcond.lab.reproduce.evidence import check_committed
+
+        echo(check_committed(folder))
+        return
     print_report(folder, pictures=pictures)
 
 
 def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) -> None:
     """Build the report of a folder, print its summary and where it is."""
+    from wellcond.lab.records import load_comparisons
     from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
-    from wellcond.lab.report.load_runs import load_comparisons
     from wellcond.lab.report.page import gather, write_report
 
     out = make_console()
@@ -80,8 +91,9 @@ def reproduce(
     numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
     import torch
 
-    from wellcond.cli.runs import exit_code, training_in
+    from wellcond.cli.runs import exit_code
     from wellcond.errors import RunRecordError
+    from wellcond.lab.comparison import training_in
     from wellcond.lab.methods import parse_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
@@ -121,18 +133,19 @@ def reproduce(
 
 def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: bool) -> list[Outcome]:
     """Run what is missing of a study, then of its fine-tuning."""
-    from wellcond.cli.runs import Comparison, run_jobs, tell_end
+    from wellcond.cli.runs import ConsoleWatch, run_watched, tell_end
+    from wellcond.lab.plan import write_comparison
     from wellcond.lab.report.glue import rebuild_glue
     from wellcond.lab.train.glue import plan_glue
 
-    comparison = Comparison(study.recipe, study.methods, study.seeds, study.folder, at_once=at_once, silent=silent)
-    comparison.rates = study.rates.note
-    comparison.describe()
-    comparison.say(f"{study.name}: {study.missing} of {study.runs} runs to do", study.rates.note)
-    outcomes = [comparison.run(study.jobs)]
+    if cli.is_rank_zero():
+        write_comparison(study.folder, study.recipe, study.methods, study.seeds, study.rates.note)
+    watch = ConsoleWatch(quiet=silent)
+    watch.say(f"{study.name}: {study.missing} of {study.runs} runs to do", study.rates.note)
+    outcomes = [run_watched(study.jobs, at_once, quiet=silent)]
     if study.glue_folders and not outcomes[0].interrupted:
         plan = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu)
-        outcomes.append(run_jobs(plan, at_once, quiet=silent))
+        outcomes.append(run_watched(plan, at_once, quiet=silent))
         if cli.is_rank_zero() and outcomes[1].records:
             rebuild_glue(study.folder)
     for outcome in outcomes if not silent else ():
@@ -153,19 +166,19 @@ def _show(tables: list[Table], *, as_json: bool, quiet: bool = False, end: str =
 def claims(results: Annotated[Path, cli.folder_argument(help="Committed records, such as results.")]) -> None:
     """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided.
 
-    The verdicts are written to RESULTS/claims.md.
+    Written into RESULTS: claims.md and, where there are the records for them, the tables and figures of evidence and
+    method.
     """
     cli.need_train_extra()
-    from wellcond.errors import RunRecordError
     from wellcond.lab.reproduce.claims import judge_claims
-    from wellcond.lab.reproduce.claims_page import claims_markdown, summarise
+    from wellcond.lab.reproduce.claims_page import summarise
+    from wellcond.lab.reproduce.evidence import committed_files
 
     judged = judge_claims(results)
-    if all(one.verdict.word == "no records" for one in judged if one.by_runs):
-        advice = "Give a folder laid out like results/ of the repository, with evidence/ in it."
-        raise RunRecordError(results, "holds no records of any claim, so that nothing was written", advice)
-    write_atomically(results / "claims.md", claims_markdown(judged))
-    echo(f"{summarise(judged)}. Written: {results / 'claims.md'}")
+    files = committed_files(results, judged)
+    for name, content in files.items():
+        write_atomically(results / name, content)
+    echo(f"{summarise(judged)}. Written: {', '.join(str(results / name) for name in files)}")
 
 
 @cli.app.command("pack", rich_help_panel=cli.PAPERS)
