@@ -45,7 +45,7 @@ def test_a_finished_run(run, folder, tmp_path):
 
 def test_the_doctor_replays_a_run(run, folder):
     code, out = run("doctor", folder / "monitor.jsonl")
-    assert code == 0 and "6 readings of 6 heads" in out and "do:     wc.QKClip" in out
+    assert code == 0 and "6 readings of 6 heads" in out and "5 alarms" in out and "do: " in out
     code, out = run("doctor", folder, "--json")
     expected = wc.Alarms.replay(wc.training.series.Series.read(folder / "monitor.jsonl"))
     assert code == 0 and [one["verdict"] for one in json.loads(out)] == [one.verdict for one in expected] != []

@@ -19,7 +19,7 @@ def grown():
 
 def test_the_worst_is_said_in_words_and_the_unseen_shown_as_such():
     found = make_map(grown())
-    assert found.step == 40 and found.words.endswith("blocks.1.attn head 2, inf (inf at step 30)")
+    assert found.step == 40 and found.words.endswith("blocks.1.attn head 2, inf (inf at step 20)")
     (_, first, _), (_, second, _) = found.rows
     assert first.tolist() == [1, 1, 0] and second.tolist()[0] == 8 and second.tolist()[2] == 8
     low = make_map(grown(), "entropy")
