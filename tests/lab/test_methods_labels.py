@@ -1,12 +1,9 @@
 """Labels of methods in the committed records and in the shipped recipes: the same fields, text and folders as ever."""
 
 import json
-import re
 from pathlib import Path
 
-import pytest
-
-from wellcond.lab.load_recipe import load_recipe, merge, shipped_recipes
+from wellcond.lab.load_recipe import merge
 from wellcond.lab.methods import MethodSettings
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -36,13 +33,3 @@ def test_labels_of_the_records_give_the_recorded_folders_and_fields():
         assert parsed == fields, place
         seen.add(method.label)
     assert len(seen) > 60
-
-
-@pytest.mark.parametrize("shipped", shipped_recipes())
-def test_labels_of_the_recipes_are_their_text(shipped):
-    scale, name = shipped.split("/")
-    recipe, _ = load_recipe(name, scale=scale)
-    for method in (recipe.method, *recipe.methods):
-        assert MethodSettings.model_validate(method.label) == method
-        assert MethodSettings.model_validate(method.canonical()).canonical() == method.canonical()
-        assert re.fullmatch(r"[a-z0-9][a-z0-9._-]*", method.slug)
