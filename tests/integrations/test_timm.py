@@ -17,7 +17,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3, random_seed
 
 import wellcond as wc
 from wellcond.cli.main import load_app
-from wellcond.conditioning.weights import read_state_dict
+from wellcond.conditioning.checkpoint import read_state_dict
 
 # timm leaves the image files that it reads to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")

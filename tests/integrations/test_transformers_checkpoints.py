@@ -231,7 +231,7 @@ def test_model_init_and_a_plain_model(tmp_path):
 
 
 def test_the_command_line_reads_the_effective_weights_of_a_checkpoint(tmp_path):
-    from wellcond.conditioning.weights import load_weights
+    from wellcond.conditioning.checkpoint import load_weights
 
     model = conditioned("bert")
     make_trainer(model, "bert", tmp_path).save_model(tmp_path / "saved")

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from wellcond.attention.effective import corrections_of, effective_weight, remove_conditioning
 from wellcond.attention.evaluation import HOOKS, copy_argument, first_tensor, plain_kernels
 from wellcond.attention.layout import head_rows
 from wellcond.attention.record import SiteRecord
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.slot import Slot
+from wellcond.attention.slot import Slot, corrections_of, effective_weight, remove_conditioning
 from wellcond.errors import CopyError, UnsupportedLayoutError
 
 SHORT = (torch.float32, torch.float16, torch.bfloat16)

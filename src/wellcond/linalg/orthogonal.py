@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from wellcond.errors import check_choice
+from wellcond.arguments import check_choice
 from wellcond.linalg import spectrum
 
 Source = Literal["svd", "qr"]

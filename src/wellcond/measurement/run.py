@@ -12,9 +12,9 @@ from typing import Any, TypedDict, get_args
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_flag, check_int
+from wellcond.arguments import check_choice, check_flag, check_int
 from wellcond.attention.sharding import unwrap
-from wellcond.errors import ReportError, check_choice
+from wellcond.errors import ReportError
 from wellcond.files import read_regular, to_json, write_atomically
 from wellcond.jacobian.problem import METHODS
 from wellcond.jacobian.records import Convention
