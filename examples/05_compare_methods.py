@@ -10,9 +10,10 @@ from pathlib import Path
 import wellcond as wc
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import parse_methods
+from wellcond.lab.plan import plan_comparison, write_comparison
+from wellcond.lab.pool import run_jobs
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.train.compare import plan_comparison, run_comparison, write_comparison
 
 SHORT = [
     "model.arguments={img_size: 8, patch_size: 2, embed_dim: 32, depth: 2, num_heads: 2, mlp_ratio: 2.0}",
@@ -32,7 +33,7 @@ def main() -> None:
         folder = Path(name) / "comparison"
         jobs = plan_comparison(recipe, methods, seeds, folder, base=base, cpu=True)
         write_comparison(folder, recipe, methods, seeds)
-        run_comparison(jobs, num_workers=1, observer=lambda job, event: None)
+        run_jobs(jobs, num_workers=1, observer=lambda job, event: None)
         [comparison] = load_comparisons(folder)
         analysis = analyse(comparison)
 

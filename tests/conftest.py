@@ -26,11 +26,6 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore::wellcond.EvidenceWarning")
 
 
-def pytest_collection_modifyitems(items):
-    """Files whose tests take long go first, so that two workers end together."""
-    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
-
-
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)

@@ -80,7 +80,7 @@ def test_the_report_imports_no_training():
     for path in (SRC / "lab" / "report").glob("*.py"):
         for name in imported(ast.parse(path.read_text())):
             inside = name.removeprefix("wellcond.")
-            allowed = inside.startswith(("lab.report", "lab.run_records")) or inside.split(".")[0] in BASE
+            allowed = inside.startswith(("lab.report", "lab.records")) or inside.split(".")[0] in BASE
             assert not name.startswith("wellcond.") or allowed, name
 
 
@@ -249,3 +249,30 @@ def test_initialising_and_conditioning_walk_through_few_files():
     files = walked(lambda: wellcond.init_(model, "conditioned"))
     assert len(files) <= 13, files
     assert len(walked(condition)) <= 16, walked(condition)
+
+
+TESTS = Path(__file__).parent
+MIRROR_NOTHING = {"contracts", "distributed", "export", "repository", "security"}
+"""What holds for every family, for two processes, for exported models, for the files of the repository, for input."""
+LATER = {"cli", "jacobian", "lab"}
+
+
+def is_mirrored(path):
+    """Whether a test lies where the module that it tests does.
+
+    The tests of `a/b.py` are `a/test_b.py`; more of them are `a/test_b_topic.py` or in a folder `a/b`.
+    """
+    folder, words = SRC / path.parent, path.stem.removeprefix("test_").split("_")
+    places = [folder / "_".join(words[:count]) for count in range(1, len(words) + 1)]
+    return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places) or (
+        folder.with_suffix(".py").is_file()
+    )
+
+
+FOLDERS = {path.name for path in TESTS.iterdir() if path.is_dir()}
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS - MIRROR_NOTHING - LATER - {"__pycache__"}))
+def test_tests_mirror_the_tree(folder):
+    tests = [path.relative_to(TESTS) for path in (TESTS / folder).rglob("test_*.py")]
+    assert [str(path) for path in tests if not is_mirrored(path)] == []

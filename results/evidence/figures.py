@@ -14,8 +14,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from wellcond.lab.records import Comparison, load_comparisons
 from wellcond.lab.report.analysis import Analysis, analyse
-from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.statistics import compare_paired
 from wellcond.lab.report.tuning import find_tuning
 
@@ -231,7 +231,7 @@ def table_of(task: str, analysis: Analysis) -> list[str]:
     order = sorted(comparison.methods, key=lambda method: error_of(comparison, method))
     lines = [
         f"## {TASKS[task]}", "",
-        f"{comparison.title}. Strong default: `{strong}`. [All tables]({task}/report/report.md)", "",
+        f"{comparison.title}. Strong default: `{strong}`. [The runs]({task}.jsonl)", "",
         f"| start | rate | {metric.label} | better than the strong default by [95 % interval] | p (Holm) | lost over "
         "the rates |",
         "|---|---|---|---|---|---|",
@@ -287,15 +287,15 @@ def main() -> None:
     """Draw what there are records for, and write the tables."""
     analyses = {}
     for task in TASKS:
-        if (HERE / task).is_dir():
-            [comparison] = load_comparisons(HERE / task)
+        if (HERE / f"{task}.jsonl").is_file():
+            [comparison] = load_comparisons(HERE / f"{task}.jsonl")
             analyses[task] = analyse(comparison)
     draw_gains(analyses)
     draw_calibrated(analyses)
     draw_rates(analyses)
     draw_methods(analyses)
-    if (HERE / "causal").is_dir():
-        [comparison] = load_comparisons(HERE / "causal")
+    if (HERE / "causal.jsonl").is_file():
+        [comparison] = load_comparisons(HERE / "causal.jsonl")
         draw_scores(comparison, "causal")
     head = ["# Every method on every task", "", "Made by `python results/evidence/figures.py`; how it was done is in "
             "[README.md](README.md).", ""]  # fmt: skip

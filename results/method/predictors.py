@@ -25,7 +25,7 @@ from scipy.stats import spearmanr, t
 import wellcond as wc
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.report.load_runs import Comparison, load_comparisons
+from wellcond.lab.records import Comparison, load_comparisons
 from wellcond.lab.report.tuning import find_tuning
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 

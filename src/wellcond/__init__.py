@@ -45,7 +45,11 @@ if TYPE_CHECKING:
     from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport
     from wellcond.measurement.run import MeasureSettings
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
+    from wellcond.training.cap import SpectralCap
+    from wellcond.training.clip import QKClip
+    from wellcond.training.groups import QKRate, parameter_groups
     from wellcond.training.monitor import AttentionMonitor
+    from wellcond.training.muon import HeadMuon, muon_groups
 
 __all__ = [
     "AttentionMonitor",
@@ -61,6 +65,7 @@ __all__ = [
     "EvidenceWarning",
     "FairnessWarning",
     "Finding",
+    "HeadMuon",
     "HeadReport",
     "JacobianSpectrum",
     "LayerFacts",
@@ -73,8 +78,11 @@ __all__ = [
     "MonitorError",
     "NumericalWarning",
     "OptionError",
+    "QKClip",
+    "QKRate",
     "SiteNotFoundError",
     "Slot",
+    "SpectralCap",
     "Spectrum",
     "TokenFacts",
     "TrackPoint",
@@ -92,6 +100,8 @@ __all__ = [
     "init_",
     "jacobian_spectrum",
     "measure",
+    "muon_groups",
+    "parameter_groups",
     "query_and_kv_site",
     "recondition_",
     "register_adapter",
@@ -120,6 +130,10 @@ _LAZY = {
     "jacobian.records": ("JacobianSpectrum",),
     "linalg.records": ("Spectrum",),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
+    "training.cap": ("SpectralCap",),
+    "training.clip": ("QKClip",),
+    "training.groups": ("QKRate", "parameter_groups"),
+    "training.muon": ("HeadMuon", "muon_groups"),
     "training.monitor": ("AttentionMonitor",),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}

@@ -1,11 +1,13 @@
 """`wellcond train`, `compare`, `demo`, `report` and `recipes`, as a user runs them."""
 
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
@@ -13,14 +15,13 @@ from lab.held_runs import HELD
 from lab.report.fake_runs import FakeMethod, write_comparison
 from lab.small import SETTINGS, command, record, run
 from patience import PATIENCE
-from wellcond.cli.app import data_overrides, read_seeds
+from wellcond.cli.app import column_options, read_seeds
 from wellcond.cli.main import main
-from wellcond.cli.runs import Comparison, choose_workers
-from wellcond.errors import OptionError, WellcondError
+from wellcond.errors import WellcondError
 from wellcond.init.apply import METHODS
+from wellcond.lab.comparison import Todo
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.report.page import build_report
-from wellcond.lab.train.run import Job
 
 pytestmark = pytest.mark.processes
 
@@ -47,19 +48,25 @@ def fails(wellcond):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("compared") / "digits"
-    done = run(command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES))
-    return folder, done
+    """The folder of a comparison, and what the command printed; a pool of processes is test_worker_pool's."""
+    folder, out, err = tmp_path_factory.mktemp("compared") / "digits", io.StringIO(), io.StringIO()
+    arguments = ["compare", "--recipe", "digits", "-o", folder, "--jobs", 1, *CHANGES]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 0, err.getvalue()
+    return folder, out.getvalue(), err.getvalue()
 
 
 def test_a_comparison_runs_everything_and_reports(compared):
-    folder, done = compared
+    folder, output, errors = compared
     assert {path.parent.name for path in folder.glob("*/seed*/run.json")} == {"seed0", "seed1"}
     for method in ("default", "conditioned"):
         for seed in (0, 1):
             assert record(folder / method / f"seed{seed}")["status"] == "finished"
-            assert f"{method}, seed {seed}: finished, accuracy" in done.stderr
-    assert "conditioned" in done.stdout and "report.html" in done.stdout
+            assert f"{method}, seed {seed}: finished, accuracy" in errors
+    assert "conditioned" in output and "report.html" in output
     assert (folder / "report/report.html").stat().st_size > 1e6
     assert "conditioned" in (folder / "report/report.md").read_text()
 
@@ -68,9 +75,9 @@ def test_a_comparison_says_first_what_its_seeds_can_show(tmp_path):
     finals = {"default": {0: 0.9, 1: 0.91, 2: 0.92}, "conditioned": {0: 0.93, 1: 0.945, 2: 0.95}}
     write_comparison(tmp_path, [FakeMethod(label, values) for label, values in finals.items()], conditioning=False)
     recipe, _ = load_recipe("digits")
-    [line] = Comparison(recipe, recipe.methods, tuple(range(10)), tmp_path).foresee_power([])
+    [line] = Todo(recipe, recipe.methods, tuple(range(10)), tmp_path).foresee_power()
     assert line.startswith("10 seeds can show a true difference of 0.29 points (power 80 %") and "over 3 seeds" in line
-    assert Comparison(recipe, recipe.methods, (0, 1, 2), tmp_path / "nothing").foresee_power([]) == []
+    assert Todo(recipe, recipe.methods, (0, 1, 2), tmp_path / "nothing").foresee_power() == []
 
 
 def test_a_comparison_picks_up_where_it_stopped(compared, tmp_path, monkeypatch, capfd):
@@ -115,7 +122,7 @@ def without_times(text):
 
 @pytest.mark.slow
 def test_one_process_and_the_pool_write_the_same_numbers(compared, tmp_path):
-    folder, _ = compared
+    folder, *_ = compared
     run(command("train", "digits", "--method", "conditioned", "--seed", 1, "-o", tmp_path / "run", "-q", *CHANGES))
     for name in ("steps.jsonl", "conditioning.jsonl"):
         ours, theirs = ((place / name).read_text() for place in (tmp_path / "run", folder / "conditioned/seed1"))
@@ -123,7 +130,7 @@ def test_one_process_and_the_pool_write_the_same_numbers(compared, tmp_path):
 
 
 def test_report_rebuilds_the_same_bytes(compared, wellcond):
-    folder, _ = compared
+    folder, *_ = compared
     before = {path: path.read_bytes() for path in (folder / "report").rglob("*") if path.is_file()}
     code, output = wellcond("report", folder)
     assert code == 0 and "report.html" in output
@@ -187,7 +194,7 @@ def test_data_errors_end_a_comparison_at_once_and_name_the_file(fails, tmp_path)
 
 
 def test_other_settings_in_the_same_comparison_are_refused(compared, fails):
-    folder, _ = compared
+    folder, *_ = compared
     before = (folder / "comparison.json").read_bytes()
     told = fails("compare", "--recipe", "digits", "-o", folder, "--seeds", "2,3", *CHANGES, "--set", "optimizer.lr=0.1")
     lr = record(folder / "default/seed0")["config"]["optimizer"]["lr"]
@@ -207,19 +214,6 @@ def test_a_run_that_fails_early_is_reported_beside_the_others(wellcond, tmp_path
     assert "no memory for so many heads" in rows["failed"]["reason"]
     build_report(tmp_path, pictures=False)
     assert "failed" in (tmp_path / "report/report.md").read_text()
-
-
-def test_own_data_is_a_path_and_two_columns(tmp_path):
-    folder, table = tmp_path / "images", tmp_path / "rows.jsonl"
-    folder.mkdir()
-    table.write_text("{}")
-    [images] = data_overrides(str(folder), None, None)
-    assert '"image_folder"' in images and str(folder) in images
-    [rows] = data_overrides(str(table), "review", "stars")
-    assert '"files"' in rows and '"input": "review"' in rows and '"label": "stars"' in rows
-    assert data_overrides("uoft-cs/cifar10", None, None) == ['data={"source": "hub", "id": "uoft-cs/cifar10"}']
-    with pytest.raises(OptionError, match="--data"):
-        data_overrides(None, "review", None)
 
 
 def test_training_on_own_text_with_two_column_names(wellcond, tmp_path):
@@ -243,11 +237,6 @@ def test_training_on_own_text_with_two_column_names(wellcond, tmp_path):
     assert kept["data"]["train"] == 360
 
 
-def test_seeds_and_workers(tmp_path):
-    recipe, _ = load_recipe("digits")
+def test_seeds_are_a_number_or_a_list():
     assert read_seeds("3") == (0, 1, 2) and read_seeds("3,7") == (3, 7) and read_seeds(None) is None
-    job = Job(recipe, recipe.method, 0, tmp_path, cpu=True)
-    assert choose_workers(3, job) == 3
-    assert choose_workers(None, job) == len(os.sched_getaffinity(0))
-    free, _ = load_recipe("digits", overrides=["training.threads=null"])
-    assert choose_workers(None, Job(free, free.method, 0, tmp_path, cpu=True)) == 1
+    assert column_options("review", None) == {"input": "review"}

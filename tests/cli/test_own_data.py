@@ -1,14 +1,13 @@
 """`wellcond compare --recipe vit --data FOLDER`: the user's own pictures, and the mistakes that are made with them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from wellcond.cli.app import data_overrides
-from wellcond.cli.runs import fit_to_data
-from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.parts import join_parts
 
 SHORT = ["--methods", "default,gaussian", "--seeds", "1", "--jobs", "1", "--no-report", "--set",
          "training.length={steps: 2}", "--set", "tracking.jacobian_points=0"]  # fmt: skip
@@ -42,19 +41,52 @@ def compare(run, tmp_path, monkeypatch):
 
 def test_a_flat_folder_is_split_and_the_recipe_fitted_to_it(pictures, compare, tmp_path):
     assert compare("--data", pictures) == (0, ["runs"])
-    written = json.loads((tmp_path / "work/runs/vit-tiny/gaussian/seed0/run.json").read_text())
+    written = run_in(tmp_path / "work", "vit-tiny-pets-*/gaussian/seed0")
     assert written["data"]["train"] == 33 and written["data"]["evaluation"] == 3 and "test" not in written
-    assert written["config"]["training"]["batch_size"] == 33 and written["config"]["evaluation"]["test"] is None
+    config = written["config"]
+    assert config["training"]["batch_size"] == 8 and config["evaluation"]["test"] is None
+    assert config["task"]["image_size"] == 16  # 20 pixels, as far as patches divide them
 
 
-def test_what_is_changed_is_said(pictures, capsys):
-    recipe, base = load_recipe("vit", overrides=data_overrides(str(pictures), None, None))
-    fitted = fit_to_data(recipe, base, quiet=False)
-    assert fitted.evaluation.test is None and fitted.training.batch_size == 33
-    told = capsys.readouterr().err
-    assert "note: evaluation.test=null, since the data have no test split" in told
-    assert "note: training.batch_size=33, since there are only 33 training samples" in told
-    assert fit_to_data(fitted, base, quiet=False) is fitted and capsys.readouterr().err == ""
+def run_in(place, pattern):
+    [path] = place.glob(f"runs/{pattern}/run.json")
+    return json.loads(path.read_text())
+
+
+def test_another_folder_is_another_comparison(pictures, compare, tmp_path):
+    """The second `--data` met the first one's folder and was refused."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "pets").symlink_to(pictures)
+    assert compare("--data", pictures)[0] == 0
+    assert compare("--data", tmp_path / "other" / "pets")[0] == 0
+    assert compare("--data", pictures)[0] == 0
+    assert len(list((tmp_path / "work/runs").iterdir())) == 1  # a link is the same folder
+    shutil.copytree(pictures, tmp_path / "copy" / "pets")
+    assert compare("--data", tmp_path / "copy" / "pets")[0] == 0
+    assert len(list((tmp_path / "work/runs").iterdir())) == 2
+
+
+def fitted(pictures, *settings):
+    said = []
+    parts = join_parts("vit", None, settings, None, str(pictures), {}, (), said.append)
+    return parts.recipe, said
+
+
+def test_a_recipe_is_fitted_to_data_and_every_change_is_said(pictures):
+    recipe, said = fitted(pictures)
+    assert recipe.evaluation.test is None and recipe.training.batch_size == 8
+    assert recipe.task.image_size == 16
+    steps = recipe.training.length.in_steps(33 // 8)
+    assert steps >= 300  # five epochs of the recipe are 20 updates, from which no model learns
+    assert recipe.evaluation.every.in_steps(4) * 10 == steps
+    fields = ("evaluation.test", "task.image_size", "training.batch_size", "training.length")
+    assert len(said) == 4 and all(f"note: {field}=" in line for field, line in zip(fields, said, strict=True))
+
+
+def test_what_the_user_sets_is_left(pictures):
+    recipe, said = fitted(pictures, "training.length={steps: 2}", "task.image_size=32", "training.batch_size=4")
+    assert recipe.training.length.steps == 2 and recipe.task.image_size == 32 and recipe.training.batch_size == 4
+    assert len(said) == 1
 
 
 def test_a_test_split_is_used(pictures, compare, tmp_path):
@@ -63,7 +95,7 @@ def test_a_test_split_is_used(pictures, compare, tmp_path):
         for name in ("cat", "dog"):
             (tmp_path / "split" / split / name).symlink_to(pictures / name)
     assert compare("--data", tmp_path / "split") == (0, ["runs"])
-    written = json.loads((tmp_path / "work/runs/vit-tiny/default/seed0/run.json").read_text())
+    written = run_in(tmp_path / "work", "vit-tiny-split-*/default/seed0")
     assert written["data"]["test"] == 24 and written["test"]["weights"] == "last"
 
 

@@ -19,9 +19,9 @@ from wellcond.cli import runs
 from wellcond.cli.main import load_app, main
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.models.build import build_model
+from wellcond.lab.pool import Outcome
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import Settings, list_problems
-from wellcond.lab.train.compare import Outcome
 
 MODEL = "timm:test_vit"
 SMALL = [part for change in (*SETTINGS, "training.length={steps: 1}") for part in ("--set", change)]
@@ -86,8 +86,8 @@ def check(place, monkeypatch, capsys):
     """Call a command, which must end well or with one message and exit code 2."""
     monkeypatch.chdir(place)
     # The demo has no option that makes it short; all else runs.
-    trains = runs.run_comparison
-    monkeypatch.setattr(runs, "run_comparison", lambda jobs, **o: Outcome() if len(jobs) > 2 else trains(jobs, **o))
+    trains = runs.run_jobs
+    monkeypatch.setattr(runs, "run_jobs", lambda jobs, **o: Outcome() if len(jobs) > 2 else trains(jobs, **o))
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["wellcond", *arguments])

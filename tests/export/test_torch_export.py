@@ -95,6 +95,7 @@ def test_a_model_may_be_converted_within_folded(method):
     torch.testing.assert_close(doubled.float(), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_loaded_program_needs_no_wellcond(tmp_path):
     case = CASES["torch_encoder"]
     model = trained(case, "polar")

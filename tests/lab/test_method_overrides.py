@@ -6,9 +6,10 @@ from lab.helpers import make_recipe, parse_recipe
 from lab.small import record, small_job
 from wellcond.errors import RecipeError, RunRecordError
 from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
+from wellcond.lab.plan import plan_comparison, settings_hash, write_comparison
+from wellcond.lab.pool import run_jobs
 from wellcond.lab.recipe import config_hash, override_recipe
-from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.train.compare import plan_comparison, run_comparison, settings_hash, write_comparison
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.train.run import Job, run_job
 
 
@@ -115,7 +116,7 @@ def test_runs_that_a_method_sets_apart_are_one_comparison(tmp_path):
     methods = parse_methods("default,conditioned+set(optimizer.lr=0.01),default+set(optimizer.name=muon)")
     jobs = plan_comparison(recipe, methods, [0], tmp_path, cpu=True)
     write_comparison(tmp_path, recipe, methods, [0])
-    done = run_comparison(jobs, num_workers=1, observer=lambda job, event: None)
+    done = run_jobs(jobs, num_workers=1, observer=lambda job, event: None)
     assert not done.failures
     stored = record(tmp_path / "conditioned-set-optimizer.lr-0.01/seed0")
     assert stored["config"]["optimizer"]["lr"] == 0.01 and stored["method_spec"]["set"] == {"optimizer.lr": 0.01}

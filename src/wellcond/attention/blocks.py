@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from wellcond.attention.layout import is_conv1d, is_projection
@@ -28,10 +29,11 @@ class Matrix:
     """Of its block, from 1."""
 
 
-def block_matrices(model: nn.Module, sites: list[AttentionSite]) -> Iterator[Matrix]:
+def block_matrices(model: nn.Module, sites: list[AttentionSite], *, stacks: bool = False) -> Iterator[Matrix]:
     """Every matrix of the blocks that hold these attentions, in the order of the model.
 
-    Embeddings, heads, norms, biases and tables of positions are none of them.
+    Embeddings, heads, norms, biases and tables of positions are none of them. Stacks of matrices are refused unless
+    `stacks`; the sizes are then those of the projection that is stored in it.
 
     Raises: WellcondError for an attention that stands in no list of blocks.
     """
@@ -45,10 +47,12 @@ def block_matrices(model: nn.Module, sites: list[AttentionSite]) -> Iterator[Mat
                     continue
                 seen.add(id(parameter))
                 slot = held.get(id(parameter))
-                if slot is not None and slot.is_stacked:
+                if slot is not None and slot.is_stacked and not stacks:
                     raise WellcondError(f"{block}.{path}: {name} is a stack of matrices, which have no common size")
                 transposed = is_conv1d(module) if slot is None else slot.transposed
                 sizes = parameter.shape[:2] if transposed else parameter.shape[:2][::-1]
+                if slot is not None and slot.is_stacked:
+                    sizes = torch.Size((slot.in_features, slot.out_features))
                 full = ".".join(part for part in (block, path, name) if part)
                 yield Matrix(full, parameter, sizes[0], sizes[1], block, index)
 

@@ -104,8 +104,17 @@ def choose_projections(projections: str) -> str:
     return "".join(letter for letter in "qkv" if letter in projections)
 
 
-def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections: Iterable[str], verb: str) -> None:
+def check_writable(
+    model: nn.Module,
+    sites: Iterable[AttentionSite],
+    projections: Iterable[str],
+    verb: str,
+    *,
+    conditioned_too: bool = False,
+) -> None:
     """Refuse parameters that must not, or cannot, be rewritten; nothing is changed.
+
+    Conditioned weights are refused unless `conditioned_too`.
 
     Raises:
         WeightError: a parameter on the meta device, quantised, frozen, or tied to something that is not rewritten.
@@ -116,7 +125,7 @@ def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections
         where = f"{site.name or 'the model itself'} ({role})"
         refuse_adapters(slot.owner, where)
         parameter = slot.parameter
-        if slot.is_corrected:
+        if slot.is_corrected and not conditioned_too:
             raise ConditioningError(f"{where} is already conditioned; call wellcond.fold_(model) before {verb}")
         if parameter.device.type == "meta":
             raise WeightError(

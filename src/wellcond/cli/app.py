@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import math
 import os
-import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -65,6 +63,10 @@ Seed = Annotated[int, Option(metavar="N", min=0, max=2**32 - 1, help="Seed of ev
 ScaleOption = Annotated[str | None, Option(metavar="NAME", help="tiny, small or paper; the smallest by default.")]
 Seeds = Annotated[str | None, Option(metavar="SEEDS", help="How many (3 means 0, 1, 2), or a list such as 3,4,7.")]
 Overrides = Annotated[list[str] | None, Option(metavar="PATH=VALUE", help="Such as optimizer.lr=1e-3; repeatable.")]
+OwnModel = Annotated[str | None, Option("--model", metavar="MODEL", help=f"Your own: {MODEL_HELP}")]
+Import = Annotated[
+    list[Path] | None, Option("--import", metavar="FILE.py", help="With methods of your own; its code is run.")
+]
 Data = Annotated[str | None, Option(metavar="PATH|ID", help="Your own: images, parquet, jsonl, csv, txt, or a hub id.")]
 InputColumn = Annotated[str | None, Option("--input", metavar="COLUMN", help="Images or texts of --data.")]
 LabelColumn = Annotated[str | None, Option("--label", metavar="COLUMN", help="Labels of --data.")]
@@ -103,8 +105,6 @@ def need_train_extra() -> None:
             raise MissingExtraError(name, "train")
 
 
-FILE_ENDINGS = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt")
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MOST_SEEDS, FIRST_TUNING_SEED = 10_000, 1000
 
 
@@ -167,23 +167,18 @@ def check_input(source: str) -> None:
         )
 
 
-def data_overrides(data: str | None, input_column: str | None, label_column: str | None) -> list[str]:
-    """Settings for the user's own data: a folder of images, a file, or an id of the Hugging Face hub."""
-    columns = {name: value for name, value in (("input", input_column), ("label", label_column)) if value}
-    if data is None:
-        if columns:
-            raise OptionError("--input and --label name columns of --data; give it too")
-        return []
-    path = Path(data)
-    if path.is_dir():
-        settings: dict[str, Any] = {"source": "image_folder", "path": str(path.resolve())}
-    elif path.is_file():
-        settings = {"source": "files", "train": str(path.resolve()), "evaluation_fraction": 0.1}
-    elif path.suffix not in FILE_ENDINGS and HUB_ID.fullmatch(data):
-        settings = {"source": "hub", "id": data}
-    else:
-        raise OptionError(f"--data: no such file or folder: {data}, and it is no id of the hub such as uoft-cs/cifar10")
-    return [f"data={json.dumps(settings | columns)}"]
+def column_options(input_column: str | None, label_column: str | None) -> dict[str, str]:
+    """Which columns of the user's own data are what."""
+    columns = {"input": input_column, "label": label_column}
+    return {name: value for name, value in columns.items() if value is not None}
+
+
+def check_recipe_or_data(recipe: str | None, model: str | None, data: str | None) -> None:
+    """Raise OptionError if there is nothing to make a recipe of."""
+    if recipe is None and data is None:
+        raise OptionError("expected --recipe with a name of `wellcond recipes` or a file, or --data of your own")
+    if model is not None:
+        check_model(model, {})
 
 
 def read_seeds(text: str | None, *, option: str = "--seeds", first: int = 0) -> tuple[int, ...] | None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -16,11 +14,11 @@ from wellcond.arguments import check_choice
 from wellcond.cli import app as cli
 from wellcond.cli.console import echo_json, print_tables
 from wellcond.errors import WellcondError
-from wellcond.files import to_json, write_atomically
+from wellcond.files import to_json
 from wellcond.lab.report.table import Cell, Table
 
 if TYPE_CHECKING:
-    from wellcond.lab.recipe import Recipe
+    from wellcond.lab.comparison import Result
 
 tuning_option = functools.partial(Option, rich_help_panel="Tuning")
 ray_option = functools.partial(Option, rich_help_panel="On a Ray cluster")
@@ -28,7 +26,9 @@ ray_option = functools.partial(Option, rich_help_panel="On a Ray cluster")
 
 @cli.app.command("compare", rich_help_panel=cli.EXPERIMENTS)
 def compare(
-    recipe: Annotated[str, Option(metavar="NAME|FILE", help="A recipe of `wellcond recipes`, or FILE.yaml.")],
+    recipe: Annotated[
+        str | None, Option(metavar="NAME|FILE", help="One of `wellcond recipes`, or FILE.yaml; by default from --data.")
+    ] = None,
     methods: Annotated[str | None, Option(metavar="LIST", help="e.g. default,gaussian,conditioned+balanced")] = None,
     seeds: cli.Seeds = None,
     tune: Annotated[
@@ -43,9 +43,11 @@ def compare(
     tune_growth: Annotated[int, tuning_option(metavar="N", min=0, max=20, help="Most steps beyond a grid's edge.")] = 3,
     scale: cli.ScaleOption = None,
     set: cli.Overrides = None,
+    model: cli.OwnModel = None,
     data: cli.Data = None,
     input: cli.InputColumn = None,
     label: cli.LabelColumn = None,
+    import_: cli.Import = None,
     folder: cli.Folder = None,
     jobs: cli.Jobs = "auto",
     engine: Annotated[str, ray_option(metavar="NAME", help="local, or ray.")] = "local",
@@ -66,43 +68,48 @@ def compare(
     tuning = cli.read_seeds(tuning_seeds, option="--tuning-seeds", first=cli.FIRST_TUNING_SEED) or ()
     grid = cli.read_tuned_fields(tune or [])
     check_choice("engine", engine, ("local", "ray"))
-    loaded, base = _load(recipe, scale, set, data, input, label, quiet=quiet or json)
-    from wellcond.cli.runs import Comparison
-    from wellcond.lab.cluster import RaySettings
-    from wellcond.lab.fair import settle_methods
-    from wellcond.lab.methods import parse_methods
-
     if engine == "ray" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise cli.OptionError("--engine ray starts its own processes; run the command once, without torchrun")
-    asked = loaded.methods if methods is None else parse_methods(methods)
-    # Runs of the same method at its searched rate, if there are any, are in the folder without an ending.
-    ending = "-tuned" if tune else "-untuned" if settle_methods(loaded, asked).lacking else ""
-    comparison = Comparison(
-        loaded,
-        methods=asked,
-        seeds=numbers or loaded.seeds,
-        folder=folder or Path("runs") / f"{loaded.name}-{loaded.scale}{ending}",
-        options={"base": base, "cpu": cpu, "local_code": trust_local_code},
-        grid=grid, tuning_seeds=tuning, growth=tune_growth,
+    cli.check_recipe_or_data(recipe, model, data)
+    from wellcond import lab
+    from wellcond.cli.runs import ConsoleWatch
+    from wellcond.lab.cluster import RaySettings
+
+    result = lab.compare(
+        recipe,
+        model=model,
+        data=data,
+        methods=methods,
+        seeds=numbers,
+        tune=grid,
+        tuning_seeds=tuning,
+        tune_growth=tune_growth,
+        settings=set or (),
+        scale=scale,
+        folder=folder,
+        files=import_ or (),
+        at_once=at_once,
         ray=RaySettings(ray_address, cpus_per_run, gpus_per_run) if engine == "ray" else None,
-        at_once=at_once, as_json=json, silent=quiet or json, report=report,
-    )  # fmt: skip
-    raise typer.Exit(comparison.compare())
+        cpu=cpu,
+        local_code=trust_local_code,
+        data_options=cli.column_options(input, label),
+        watch=ConsoleWatch(quiet=quiet or json),
+    )
+    raise typer.Exit(_finish(result, as_json=json, quiet=quiet, report=report))
 
 
-def _load(
-    name: str, scale: str | None, changes: Sequence[str] | None, *own: str | None, quiet: bool
-) -> tuple[Recipe, Path | None]:
-    """A recipe with what ``--set`` changes, fitted to the user's `own` data if there are any; and its folder."""
-    from wellcond.lab.load_recipe import load_recipe
+def _finish(result: Result, *, as_json: bool, quiet: bool, report: bool) -> int:
+    """Print how a comparison ended, and its report if anything was trained; returns the exit code."""
+    from wellcond.cli.report import print_report
+    from wellcond.cli.runs import tell_end
 
-    settings = cli.data_overrides(*own)
-    recipe, base = load_recipe(name, scale=scale, overrides=[*settings, *(changes or ())])
-    if settings:
-        from wellcond.cli.runs import fit_to_data
-
-        recipe = fit_to_data(recipe, base, quiet=quiet)
-    return recipe, base
+    more: dict[str, Any] = {"rates": result.rates} if result.rates else {}
+    more |= {"tuning": result.tuning} if result.tuning else {}
+    code = tell_end(result.outcome, as_json=as_json, **more)
+    tested = result.tested and any(record["final"] for record in result.outcome.records)
+    if report and tested and cli.is_rank_zero():
+        print_report(result.folder, quiet=quiet or as_json)
+    return code
 
 
 @cli.app.command("demo", rich_help_panel=cli.EXPERIMENTS)
@@ -110,16 +117,13 @@ def demo(folder: cli.Folder = None, seeds: cli.Seeds = None, jobs: cli.Jobs = "a
     """Compare initialisations of a small ViT on scikit-learn's digits, each at its tuned learning rate; minutes."""
     cli.need_train_extra()
     numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
-    from wellcond.cli.runs import Comparison
-    from wellcond.lab.load_recipe import load_recipe
+    from wellcond import lab
+    from wellcond.cli.runs import ConsoleWatch
 
-    recipe, _ = load_recipe("digits")
     place = folder or Path("runs/demo")
-    comparison = Comparison(recipe, recipe.methods, numbers or recipe.seeds, place, at_once=at_once, silent=quiet)
-    comparison.describe()
-    found = resources.files("wellcond.lab") / "recipes" / "tiny" / "digits.tuning.json"  # of the rates of its methods
-    write_atomically(place / "tuning.json", found.read_text(encoding="utf-8"))
-    raise typer.Exit(comparison.compare())
+    watch = ConsoleWatch(quiet=quiet)
+    result = lab.compare("digits", seeds=numbers, folder=place, at_once=at_once, watch=watch)
+    raise typer.Exit(_finish(result, as_json=False, quiet=quiet, report=True))
 
 
 @cli.app.command("train", rich_help_panel=cli.EXPERIMENTS)
@@ -129,9 +133,11 @@ def train(
     seed: Annotated[int, Option(metavar="N", min=0, help="Seed of everything random.")] = 0,
     scale: cli.ScaleOption = None,
     set: cli.Overrides = None,
+    model: cli.OwnModel = None,
     data: cli.Data = None,
     input: cli.InputColumn = None,
     label: cli.LabelColumn = None,
+    import_: cli.Import = None,
     folder: cli.Folder = None,
     cpu: cli.Cpu = False,
     trust_local_code: cli.Trust = False,
@@ -140,23 +146,28 @@ def train(
 ) -> None:
     """Train one model with one method and one seed; the same command resumes an interrupted run."""
     cli.need_train_extra()
-    loaded, base = _load(recipe, scale, set, data, input, label, quiet=quiet or json)
     from wellcond.cli import runs
-    from wellcond.lab.fair import describe_rate
+    from wellcond.lab.comparison import training_in
     from wellcond.lab.methods import parse_methods
+    from wellcond.lab.parts import choose_folder, join_parts
+    from wellcond.lab.plan import describe_rate
     from wellcond.lab.train.run import Job
 
+    watch = runs.StderrWatch(quiet=quiet or json)
+    columns = cli.column_options(input, label)
+    parts = join_parts(recipe, scale, set or (), model, data, columns, import_ or (), watch.say)
+    loaded = parts.recipe
     labelled = [known for known in loaded.methods if known.label == method]
     asked = labelled or ([loaded.method] if method is None else parse_methods(method))
     if len(asked) != 1:
         raise cli.OptionError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")
     chosen = loaded.at_tuned(asked[0])
-    place = folder or Path("runs") / f"{loaded.name}-{loaded.scale}" / chosen.slug / f"seed{seed}"
-    job = Job(loaded, chosen, seed, place, base=base, cpu=cpu, local_code=trust_local_code)
-    if cli.is_rank_zero() and not quiet and not json:
-        typer.echo(f"{chosen.label}: {describe_rate(loaded, asked[0])}", err=True)
-    with runs.training_in(place):
-        outcome = runs.run_jobs([job], 1, quiet=quiet or json)
+    place = folder or choose_folder(parts) / chosen.slug / f"seed{seed}"
+    trusted = trust_local_code or parts.trusted
+    job = Job(loaded, chosen, seed, place, base=parts.base, cpu=cpu, local_code=trusted, user_code=parts.code)
+    watch.say(f"{chosen.label}: {describe_rate(loaded, asked[0])}")
+    with training_in(place):
+        outcome = runs.run_watched([job], 1, quiet=quiet or json)
     if outcome.failures and not json:
         raise WellcondError(outcome.failures[0][1])
     code = runs.tell_end(outcome, as_json=json)
@@ -185,11 +196,12 @@ def glue(
         check_choice("GLUE task", name, list(TITLES))
     at_once = cli.read_jobs(jobs)
     from wellcond.cli import runs
+    from wellcond.lab.comparison import training_in
     from wellcond.lab.train.glue import plan_glue
 
     plan = plan_glue(run, tasks=chosen, limit=limit, cpu=cpu)
-    with runs.training_in(run):
-        outcome = runs.run_jobs(plan, at_once, quiet=quiet)
+    with training_in(run):
+        outcome = runs.run_watched(plan, at_once, quiet=quiet)
     if cli.is_rank_zero() and outcome.records:
         page = rebuild_glue(run)
         if not quiet:

@@ -17,9 +17,9 @@ from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
 
 if TYPE_CHECKING:
+    from wellcond.lab.pool import Outcome
     from wellcond.lab.report.table import Table
     from wellcond.lab.reproduce.plan import PlannedStudy
-    from wellcond.lab.train.compare import Outcome
 
 
 @cli.app.command("report", rich_help_panel=cli.EXPERIMENTS)
@@ -33,8 +33,8 @@ def report(
 
 def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) -> None:
     """Build the report of a folder, print its summary and where it is."""
+    from wellcond.lab.records import load_comparisons
     from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
-    from wellcond.lab.report.load_runs import load_comparisons
     from wellcond.lab.report.page import gather, write_report
 
     out = make_console()
@@ -81,8 +81,9 @@ def reproduce(
     numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
     import torch
 
-    from wellcond.cli.runs import exit_code, training_in
+    from wellcond.cli.runs import exit_code
     from wellcond.errors import RunRecordError
+    from wellcond.lab.comparison import training_in
     from wellcond.lab.methods import parse_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
@@ -122,18 +123,19 @@ def reproduce(
 
 def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: bool) -> list[Outcome]:
     """Run what is missing of a study, then of its fine-tuning."""
-    from wellcond.cli.runs import Comparison, run_jobs, tell_end
+    from wellcond.cli.runs import ConsoleWatch, run_watched, tell_end
+    from wellcond.lab.plan import write_comparison
     from wellcond.lab.report.glue import rebuild_glue
     from wellcond.lab.train.glue import plan_glue
 
-    comparison = Comparison(study.recipe, study.methods, study.seeds, study.folder, at_once=at_once, silent=silent)
-    comparison.rates = study.rates.note
-    comparison.describe()
-    comparison.say(f"{study.name}: {study.missing} of {study.runs} runs to do", study.rates.note)
-    outcomes = [comparison.run(study.jobs)]
+    if cli.is_rank_zero():
+        write_comparison(study.folder, study.recipe, study.methods, study.seeds, study.rates.note)
+    watch = ConsoleWatch(quiet=silent)
+    watch.say(f"{study.name}: {study.missing} of {study.runs} runs to do", study.rates.note)
+    outcomes = [run_watched(study.jobs, at_once, quiet=silent)]
     if study.glue_folders and not outcomes[0].interrupted:
         plan = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu)
-        outcomes.append(run_jobs(plan, at_once, quiet=silent))
+        outcomes.append(run_watched(plan, at_once, quiet=silent))
         if cli.is_rank_zero() and outcomes[1].records:
             rebuild_glue(study.folder)
     for outcome in outcomes if not silent else ():

@@ -14,22 +14,29 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from wellcond.errors import RunError, WellcondError, needs_extra
 from wellcond.files import temporary_beside
+from wellcond.lab.pool import Message, Pool, do_job
 from wellcond.lab.train.checkpoint import OURS
-from wellcond.lab.train.compare import Dispatch, Message, do_job
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunFolder, check_links, writing
 
-FORWARDED = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_DATASETS_CACHE", "OMP_NUM_THREADS",
-             "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # fmt: skip
+FORWARDED = (
+    "HF_HUB_OFFLINE",
+    "HF_DATASETS_OFFLINE",
+    "HF_HOME",
+    "HF_DATASETS_CACHE",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "ONEDNN_MAX_CPU_ISA",
+)
 FOLDERS = ("WELLCOND_DATA", "WELLCOND_CACHE", "HF_HOME", "HF_DATASETS_CACHE")
 
 
@@ -105,62 +112,89 @@ def _check_reachable(place: str) -> None:
         socket.create_connection((found[1], int(found[2])), timeout=10).close()
 
 
-def run_on_ray(dispatch: Dispatch, *, num_workers: int, settings: RaySettings) -> None:
-    """Run jobs on the machines of a Ray cluster; complete runs need none."""
-    if not dispatch.waiting:
-        return
-    known = {job.folder.resolve(): job for job in dispatch.waiting}
-    common = Path(os.path.commonpath([folder.parent for folder in known]))
-    with contextlib.ExitStack() as held:
-        ray = held.enter_context(connected(settings.address))
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+class RayPool(Pool):
+    """Runs as Ray tasks on the machines of a cluster."""
 
-        stop = held.enter_context(StopFlag().listening())
-        with writing(common):
-            common.mkdir(parents=True, exist_ok=True)
-            token = held.enter_context(temporary_beside(common / "ray")).name
-        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        needed = settings.resources(dispatch.waiting[0], machines)
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        home = ray.remote(Home).options(num_cpus=0, scheduling_strategy=here).remote()
-        task = ray.remote(run_task).options(max_retries=3, **needed)  # a lost machine is seldom the run's own fault
-        phase = f"waiting for a machine with {needed['num_cpus']:g} CPUs and {needed['num_gpus']:g} GPUs"
-        dispatch.handle(dispatch.waiting[0], ("event", {"event": "phase", "phase": phase}))
-        running: dict[Any, Job] = {}
-        try:
-            while dispatch.waiting or running:
-                if stop.requested and not dispatch.stopping:
-                    dispatch.stop()
-                    for result in running:  # those that have begun save and end, see `run_task`
-                        ray.cancel(result)
-                while dispatch.waiting and len(running) < num_workers:
-                    job = dispatch.waiting.popleft()
-                    # The worker's current folder is another one.
-                    sent = replace(job, folder=job.folder.resolve(), base=(job.base or Path()).resolve())
-                    running[task.remote(sent, home, token)] = job
-                ended, _ = ray.wait(list(running), timeout=0.2)
-                for folder, event in ray.get(home.take.remote()):  # all that the ended ones have told is there
-                    dispatch.handle(known[folder], ("event", event))
-                for result in ended:
-                    job = running.pop(result)
-                    try:
-                        dispatch.handle(job, ray.get(result))
-                    except ray.exceptions.TaskCancelledError:  # it had not begun
-                        continue
-                    except ray.exceptions.RayTaskError:  # what a run raises is in its message
-                        raise
-                    except ray.exceptions.RayError as error:
-                        dispatch.handle(job, ("error", f"{job.title}: its worker was lost: {_reason(error)}"))
-        except ray.exceptions.RayError as error:
-            raise WellcondError(
-                f"Ray could not do the runs: {_reason(error)}\n  Every machine needs what wellcond needs (pip install "
-                "'wellcond[train,ray]'); the same command resumes"
-            ) from error
-        finally:
-            for result in running:
-                ray.cancel(result)
-            if running:  # they save first
-                ray.wait(list(running), num_returns=len(running), timeout=10)
+    def __init__(self, settings: RaySettings, jobs: Sequence[Job], size: int | None = None) -> None:
+        """Make a pool for these jobs; by default all of them may run at once."""
+        self.settings = settings
+        self.size = size or len(jobs)
+        self._first = jobs[0]
+        self._jobs = {job.folder.resolve(): job for job in jobs}
+        self._common = Path(os.path.commonpath([folder.parent for folder in self._jobs]))
+        self._running: dict[Any, Job] = {}
+        self._messages: list[tuple[Job, Message]] = []
+        self._ray: Any = None
+
+    @contextlib.contextmanager
+    def opened(self, stop: StopFlag) -> Iterator[None]:
+        """Connected to the cluster; runs that still go on at the end save first."""
+        with contextlib.ExitStack() as held:
+            ray = self._ray = held.enter_context(connected(self.settings.address))
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            with writing(self._common):
+                self._common.mkdir(parents=True, exist_ok=True)
+                self._token = held.enter_context(temporary_beside(self._common / "ray")).name
+            try:
+                machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+                needed = self.settings.resources(self._first, machines)
+                here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+                self._home = ray.remote(Home).options(num_cpus=0, scheduling_strategy=here).remote()
+                # A lost machine is seldom the run's own fault.
+                self._task = ray.remote(run_task).options(max_retries=3, **needed)
+                self._phase = f"waiting for a machine with {needed['num_cpus']:g} CPUs and {needed['num_gpus']:g} GPUs"
+                yield
+            except ray.exceptions.RayError as error:
+                raise WellcondError(
+                    f"Ray could not do the runs: {_reason(error)}\n  Every machine needs what wellcond needs (pip "
+                    "install 'wellcond[train,ray]'); the same command resumes"
+                ) from error
+            finally:
+                self.stop()
+                if self._running:  # they save first
+                    ray.wait(list(self._running), num_returns=len(self._running), timeout=10)
+
+    @property
+    def running(self) -> Collection[Job]:
+        """Jobs that the cluster has."""
+        return self._running.values()
+
+    def submit(self, job: Job) -> bool:
+        """Give a job to the cluster."""
+        if self._phase:
+            self._messages.append((job, ("event", {"event": "phase", "phase": self._phase})))
+            self._phase = ""
+        # The worker's current folder is another one.
+        sent = replace(job, folder=job.folder.resolve(), base=(job.base or Path()).resolve())
+        self._running[self._task.remote(sent, self._home, self._token)] = job
+        return True
+
+    def observe(self, handle: Callable[[Job, Message], Any]) -> None:
+        """Hand over what runs have sent home, then what became of those that ended."""
+        ray = self._ray
+        for job, message in self._messages:
+            handle(job, message)
+        self._messages.clear()
+        ended, _ = ray.wait(list(self._running), timeout=0.2)
+        for folder, event in ray.get(self._home.take.remote()):  # all that the ended ones have sent is there
+            handle(self._jobs[folder], ("event", event))
+        for result in ended:
+            job = self._running.pop(result)
+            try:
+                message = ray.get(result)
+            except ray.exceptions.TaskCancelledError:  # it had not begun
+                message = ("lost", "it was cancelled")
+            except ray.exceptions.RayTaskError:  # what a run raises is in its message
+                raise
+            except ray.exceptions.RayError as error:
+                message = ("error", f"{job.title}: its worker was lost: {_reason(error)}")
+            handle(job, message)
+
+    def stop(self) -> None:
+        """Cancel all runs; those that have begun save and end, see `run_task`."""
+        for result in self._running:
+            self._ray.cancel(result)
 
 
 def _reason(error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -34,12 +34,16 @@ def shipped_recipes() -> dict[str, str]:
 
 
 def load_recipe(
-    name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()
+    name_or_path: str,
+    *,
+    scale: str | None = None,
+    overrides: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
 ) -> tuple[Recipe, Path | None]:
     """A recipe, shipped or in a YAML file, and the folder its relative paths start from (None for one that ships).
 
-    `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML. What can be
-    seen to be wrong without torch is told before it is imported.
+    `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML; before them,
+    parts of it are replaced by `changes`. What is wrong can often be seen before torch is imported.
     """
     where, base = name_or_path, None
     if name_or_path.endswith((".yaml", ".yml")):
@@ -60,20 +64,28 @@ def load_recipe(
             raise RecipeError(f"the recipe {name_or_path!r} exists at scale {listed}, not {scale!r}; correct --scale")
         where = f"{scale or scales[0]}/{name_or_path}"
         text = shipped[where]
-    fields, changed = _extended(text, where), set()
-    before = copy.deepcopy(fields)
+    fields = _extended(text, where)
+    if base is not None and scale not in (None, fields.get("scale")):
+        found = fields.get("scale")
+        raise RecipeError(f"{where} is a recipe of scale {found!r}, not {scale!r}; leave out --scale")
+    return recipe_from(fields, overrides, changes or {}, where), base
+
+
+def recipe_from(fields: dict[str, Any], overrides: Sequence[str], changes: Mapping[str, Any], where: str) -> Recipe:
+    """A recipe from its fields, with parts replaced by `changes`, then with `overrides`; `where` is for messages."""
+    before, changed = copy.deepcopy(fields), set(changes)
+    for part, value in changes.items():
+        fields[part] = copy.deepcopy(value)
+        _forget_searched(fields, part)
     for override in overrides:
         path = set_field(fields, override)
         changed.add(path.partition(".")[0])
         _forget_searched(fields, path)
     _note_changes(before, fields, where)
-    if base is not None and scale not in (None, fields.get("scale")):
-        said = fields.get("scale")
-        raise RecipeError(f"{where} is a recipe of scale {said!r}, not {scale!r}; leave out --scale")
     from wellcond.lab.recipe import Recipe
 
     try:
-        return Recipe.model_validate(_without_untrue(fields, changed)), base
+        return Recipe.model_validate(_without_untrue(fields, changed))
     except ValidationError as error:
         raise RecipeError("\n  ".join([f"{where} is not a valid recipe:", *list_problems(error)])) from error
 

@@ -16,7 +16,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -34,8 +33,8 @@ from wellcond.conditioning.methods import make_method
 from wellcond.errors import EvidenceWarning, NumericalWarning, RecipeError, WellcondError
 from wellcond.init.apply import check_options, init_, takes_batch
 from wellcond.lab.models.changes import check_factors, scale_tokens_
-from wellcond.lab.models.trained import Build, load_teacher
 from wellcond.lab.settings import Settings, list_problems, plain_numbers, read_yaml
+from wellcond.lab.user_code import METHODS, apply_method
 
 # Of these, the number of words tells the form: 1 a, 2 a+b, odd a(k=v, ...), even a+b(k=v, ...). So no two of them give
 # the same words; every other label gets a hash.
@@ -84,8 +83,11 @@ class MethodSettings(Settings):
 
     @model_validator(mode="after")
     def _exists(self) -> MethodSettings:
-        check_choice("initialisation", self.init, sorted(INITS))
-        if self.init == "default" and self.library:
+        check_choice("initialisation", self.init, sorted({*INITS, *METHODS}))
+        if self.init in METHODS:
+            check_names(METHODS[self.init], self.init, self.init_options)
+            check_values(METHODS[self.init], self.init, self.init_options)
+        elif self.init == "default" and self.library:
             if self.init_options != {"library": True}:
                 raise ValueError("default(library=true) takes no other value and no other option")
         elif self.init == "weight_selection":  # the teacher is a path here, and a model only when it is applied
@@ -134,7 +136,7 @@ class MethodSettings(Settings):
     def _meaning(self, but: Collection[str]) -> dict[str, Any]:
         fields = self.model_dump(exclude={"label", "init_options", "condition_options", "set"})
         return fields | {
-            "init_options": _without_defaults(INITS[self.init], self.init_options),
+            "init_options": _without_defaults(METHODS.get(self.init) or INITS[self.init], self.init_options),
             "condition_options": _without_defaults(CONDITIONS.get(self.condition or ""), self.condition_options),
             "set": {field: value for field, value in self.set.items() if field not in but},
         }
@@ -149,16 +151,29 @@ class MethodSettings(Settings):
         return f"{plain or 'method'}-{digest[:6]}"
 
     def apply_(
-        self, model: nn.Module, *, seed: int, base: Path | None = None, build: Build | None = None, forward: Any = None
+        self,
+        model: nn.Module,
+        *,
+        seed: int,
+        teacher: Callable[[dict[str, Any]], nn.Module] | None = None,
+        forward: Any = None,
     ) -> nn.Module:
         """Initialise and condition a freshly built model in place; `default` leaves it as its library made it.
 
-        `base` and `build` find and build teachers; `forward` calls the model on training samples, for starts that are
-        calibrated on data.
+        Args:
+            model: the model.
+            seed: of what is drawn.
+            teacher: builds the trained model that the options of weight selection name.
+            forward: calls the model on training samples, for initialisations that are calibrated on data.
         """
         sites = self._chosen(model)
-        if self.init == "weight_selection":
-            options = self.init_options | {"teacher": load_teacher(self.init_options, base, build)}
+        source = torch.Generator().manual_seed(seed)
+        if self.init in METHODS:
+            given = {"generator": source, "batch": forward}
+            model = apply_method(METHODS[self.init], model, self.init_options, given)
+        elif self.init == "weight_selection":
+            assert teacher is not None, "weight selection needs a teacher"
+            options = self.init_options | {"teacher": teacher(self.init_options)}
             try:
                 init_(model, self.init, sites=sites, **options)
             except WellcondError as error:
@@ -167,7 +182,7 @@ class MethodSettings(Settings):
             options = self.init_options | ({"batch": forward} if takes_batch(self.init) else {})
             # A comparison shows whether it is so.
             with warnings.catch_warnings(action="ignore", category=EvidenceWarning):
-                init_(model, self.init, sites=sites, generator=torch.Generator().manual_seed(seed), **options)
+                init_(model, self.init, sites=sites, generator=source, **options)
         if self.tokens:
             scale_tokens_(model, self.tokens)
         if self.condition is not None:
@@ -208,7 +223,7 @@ def parse_method(text: str) -> dict[str, Any]:
             fields[name] = options
             continue
         kind = "condition" if name in CONDITIONS else "init"
-        check_choice("method", name, [*sorted(INITS), *sorted(CONDITIONS), *EXAMPLES])
+        check_choice("method", name, [*sorted({*INITS, *METHODS}), *sorted(CONDITIONS), *EXAMPLES])
         if kind in fields:
             raise ValueError(f"{text!r} names two methods of the same kind: {fields[kind]} and {name}")
         if kind == "condition" and "projections" in options:

@@ -27,9 +27,9 @@ from wellcond.errors import RecipeError
 from wellcond.lab.data.base import SourceConfig, resolve_config
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.models.changes import ProxySettings
+from wellcond.lab.optimizers import Constant, OptimizerSettings, ScheduleSettings
 from wellcond.lab.settings import Interval, Scale, Settings, choose_by_name, list_problems, set_path
 from wellcond.lab.tasks.base import TASKS, AugmentationSettings, ModelSettings
-from wellcond.lab.train.optimizers import Constant, OptimizerSettings, ScheduleSettings
 
 
 def _check_folder_name(name: str) -> str:

@@ -15,13 +15,13 @@ from typing import Any
 
 from wellcond.errors import RecipeError, RunError
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.plan import settings_hash
+from wellcond.lab.pool import Outcome
 from wellcond.lab.recipe import PARTS, Recipe, TrackingSettings, override_recipe
-from wellcond.lab.report.records import Metric
+from wellcond.lab.records import SCHEMA, Metric
 from wellcond.lab.report.table import number
 from wellcond.lab.report.tuning import KIND, NAME, TunedPoint
-from wellcond.lab.run_records import SCHEMA
 from wellcond.lab.settings import list_problems, plain_numbers
-from wellcond.lab.train.compare import Outcome, plan_comparison, settings_hash
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import read_sealed, write_sealed
 
@@ -73,37 +73,31 @@ def extend_grid(values: Sequence[float], *, upwards: bool) -> float | None:
     return plain_numbers(float(f"{edge * factor if upwards else edge / factor:.3g}"))
 
 
-@dataclass
-class Plan:
-    """A comparison: methods and seeds under one recipe, where they are run, and what each method searches before."""
+@dataclass(frozen=True)
+class SearchPlan:
+    """What every method searches before a comparison, and where."""
 
     recipe: Recipe
     methods: tuple[MethodSettings, ...]
-    seeds: tuple[int, ...]
+    test_seeds: tuple[int, ...]
+    """Those of the comparison, which the search does not use."""
     folder: Path
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of every run."""
-    grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    grid: Mapping[str, tuple[float, ...]]
     """The values of every tuned field that each method tries, in ascending order."""
-    tuning_seeds: tuple[int, ...] = ()
+    seeds: tuple[int, ...]
     growth: int = 0
     """How often a grid may grow in each direction."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of every run."""
 
     @property
     def scored(self) -> str:
         """Which evaluation of a run counts: `best` where the test takes those weights, else `final`."""
         return "best" if self.recipe.evaluation.test == "best" else "final"
 
-    def jobs(self, methods: Sequence[MethodSettings]) -> list[Job]:
-        """Every run of some methods; raises RecipeError for what cannot be run."""
-        return plan_comparison(self.recipe, methods, self.seeds, self.folder, **self.options)
-
     def check(self) -> None:
-        """Raise RecipeError for what cannot be run or searched, RunError if the folder holds another search."""
-        self.jobs(self.methods)
-        if not self.grid:
-            return
-        if shared := sorted(set(self.tuning_seeds) & set(self.seeds)):
+        """Raise RecipeError for what cannot be searched, RunError if the folder holds another search."""
+        if shared := sorted(set(self.seeds) & set(self.test_seeds)):
             raise RecipeError(
                 f"--tuning-seeds: expected seeds that are not tested, found {', '.join(map(str, shared))} in both; "
                 "methods would be tested on the seeds that chose their values"
@@ -118,14 +112,14 @@ class Plan:
             for method, value in itertools.product(concerned, values):
                 at_values(self.recipe, method, {name: value})
         former = read_tuning(self.folder)
-        if former and (former["seeds"], former["fields"]) != (list(self.tuning_seeds), list(self.grid)):
+        if former and (former["seeds"], former["fields"]) != (list(self.seeds), list(self.grid)):
             raise RunError(f"{self.folder} holds a search of other fields or with other seeds; give another folder")
 
 
 class MethodSearch:
     """Grid and scores of one method; nothing is run here, see `search`."""
 
-    def __init__(self, plan: Plan, method: MethodSettings) -> None:
+    def __init__(self, plan: SearchPlan, method: MethodSettings) -> None:
         self.plan, self.method = plan, method
         self.grid = {name: list(values) for name, values in plan.grid.items() if find_field(method, name)}
         self.grown = {name: {"below": 0, "above": 0} for name in self.grid}
@@ -202,8 +196,8 @@ class MethodSearch:
         }
 
 
-def search(plan: Plan, run: Callable[[list[Job]], Outcome]) -> tuple[list[MethodSearch], Outcome | None]:
-    """Search all methods at once, stage by stage: first the grid, then where it grows; nothing runs without a grid.
+def search(plan: SearchPlan, run: Callable[[list[Job]], Outcome]) -> tuple[list[MethodSearch], Outcome | None]:
+    """Search all methods at once, stage by stage: first the grid, then where it grows.
 
     tuning.json is written after each stage. Returns the searches and, if a stage was interrupted or runs of it failed,
     its outcome.
@@ -211,13 +205,13 @@ def search(plan: Plan, run: Callable[[list[Job]], Outcome]) -> tuple[list[Method
     searches = [MethodSearch(plan, method) for method in plan.methods]
     while new := [(found, values) for found in searches for values in found.missing]:
         # Runs of a seed share their data.
-        jobs = [found.job(values, seed) for seed in plan.tuning_seeds for found, values in new]
+        jobs = [found.job(values, seed) for seed in plan.seeds for found, values in new]
         outcome = run(jobs)
         if outcome.interrupted or outcome.failures:
             return searches, outcome
         records = {(record["method"], record["seed"]): record for record in outcome.records}
         for job, (found, values) in zip(jobs, new, strict=False):
-            found.take(values, [records[job.method.label, seed] for seed in sorted(plan.tuning_seeds)])
+            found.take(values, [records[job.method.label, seed] for seed in sorted(plan.seeds)])
         if os.environ.get("RANK", "0") == "0":
             write_tuning(plan, searches)
         for found in searches:
@@ -225,7 +219,7 @@ def search(plan: Plan, run: Callable[[list[Job]], Outcome]) -> tuple[list[Method
     return searches, None
 
 
-def write_tuning(plan: Plan, searches: Sequence[MethodSearch]) -> None:
+def write_tuning(plan: SearchPlan, searches: Sequence[MethodSearch]) -> None:
     """Write the record of a search; methods of an earlier call stay listed."""
     former = read_tuning(plan.folder) or {"methods": []}
     rows = [found.describe() for found in searches]
@@ -239,10 +233,10 @@ def write_tuning(plan: Plan, searches: Sequence[MethodSearch]) -> None:
         "metric": next(asdict(found.metric) for found in searches if found.metric),
         "fields": list(plan.grid),
         "grid": {name: list(values) for name, values in plan.grid.items()},
-        "seeds": list(plan.tuning_seeds),
+        "seeds": list(plan.seeds),
         "growth": plan.growth,
         "scored": f"{plan.scored} evaluation on the evaluation split",
-        "test_seeds": sorted(plan.seeds),
+        "test_seeds": sorted(plan.test_seeds),
         "test_data": SEEN if plan.recipe.evaluation.test is None else UNSEEN,
         "methods": [*(row for row in former["methods"] if row["label"] not in labels), *rows],
     }

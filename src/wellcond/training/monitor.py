@@ -177,6 +177,13 @@ class AttentionMonitor:
             self._flush()
         self._arm()
 
+    def discard(self) -> None:
+        """Call in the place of `step` where nobody reads the numbers: for whom `max_logits` is enough."""
+        self.num_steps += 1
+        for buffers in self._buffers.values():
+            buffers.clear()
+        self._arm()
+
     def close(self) -> None:
         """Read what is still on its way, and remove the hooks."""
         self._collect()

@@ -14,7 +14,8 @@ from pathlib import Path
 from lab.held_runs import HELD
 from lab.small import SETTINGS, assert_same_run, command, record, small_recipe
 from patience import PATIENCE, wait_until
-from wellcond.lab.train.compare import plan_comparison, run_comparison, write_comparison
+from wellcond.lab.plan import plan_comparison, write_comparison
+from wellcond.lab.pool import run_jobs
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 ANYWHERE = ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
@@ -52,7 +53,7 @@ def run_here(folder):
     recipe = small_recipe(HELD)
     write_comparison(folder, recipe, recipe.methods, (0,))
     jobs = plan_comparison(recipe, recipe.methods, (0,), folder, cpu=True, local_code=True)
-    outcome = run_comparison(jobs, num_workers=1, observer=lambda job, event: None)
+    outcome = run_jobs(jobs, num_workers=1, observer=lambda job, event: None)
     assert {row["status"] for row in outcome.records} == {"finished"}
     return folder
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
+from wellcond.lab.optimizers import Constant, Cosine, Triangular
 from wellcond.lab.settings import Interval
 from wellcond.lab.tasks.language_modelling import MASKED
 from wellcond.lab.tokenizers import TokenizerFile, TrainedTokenizer
 from wellcond.lab.train.length import ramped_parts
-from wellcond.lab.train.optimizers import Constant, Cosine, Triangular
 
 TINYSTORIES = {"source": "hub", "id": "roneneldan/TinyStories", "config": None, "evaluation_split": "validation"}
 WIKITEXT = {"source": "hub", "id": "Salesforce/wikitext", "evaluation_split": "validation", "limit_evaluation": None}

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from wellcond import conditioning_of, find_attention, fold_
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model
+from wellcond.lab.optimizers import AdamW
 from wellcond.lab.tasks.base import logits_of
-from wellcond.lab.train.optimizers import AdamW
 
 pytest.importorskip("transformers")
 

@@ -4,10 +4,9 @@ import pytest
 
 from lab.helpers import make_recipe, parse_recipe
 from wellcond.errors import FairnessWarning, RecipeError
-from wellcond.lab.fair import settle_methods
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings, parse_methods
-from wellcond.lab.train.compare import plan_comparison, settings_hash
+from wellcond.lab.plan import plan_comparison, settings_hash, settle_methods
 
 FOUND = {
     "record": "results/evidence/digits",

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from wellcond import conditioning_of, find_attention, fold_, measure
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.train.optimizers import AdamW
+from wellcond.lab.optimizers import AdamW
 
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 FAMILIES = {

@@ -12,13 +12,14 @@ import pytest
 
 from wellcond.cli.main import main
 from wellcond.errors import RunError
+from wellcond.lab.plan import write_comparison
+from wellcond.lab.pool import run_jobs
 from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
 from wellcond.lab.reproduce.catalogue import Entry, catalogue
 from wellcond.lab.reproduce.computed import SIZES, count
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, find_study, may_be_paired
 from wellcond.lab.train import glue
-from wellcond.lab.train.compare import run_comparison, write_comparison
 
 RESULTS = Path(__file__).parents[3] / "results"
 ENTRIES = catalogue().entries
@@ -52,7 +53,7 @@ def ran(pets, tmp_path_factory):
     [study] = plan.studies
     ended = []
     write_comparison(study.folder, study.recipe, study.methods, study.seeds)
-    run_comparison(study.jobs, num_workers=1, observer=lambda job, event: ended.append(event["event"]))
+    run_jobs(study.jobs, num_workers=1, observer=lambda job, event: ended.append(event["event"]))
     assert ended.count("end") == len(study.jobs) == 12
     return plan, folder
 
@@ -61,7 +62,7 @@ def test_what_is_there_is_not_repeated(ran):
     plan, _ = ran
     assert plan.missing == 0
     told = []
-    run_comparison(plan.studies[0].jobs, num_workers=1, observer=lambda job, event: told.append(event["event"]))
+    run_jobs(plan.studies[0].jobs, num_workers=1, observer=lambda job, event: told.append(event["event"]))
     assert told == ["end"] * 12
 
 

@@ -360,19 +360,30 @@ def _shards(index: Path) -> list[str]:
         ) from error
 
 
-def _build_from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
+def load_function(spec: str, *, local_code: bool = True) -> Callable[..., Any]:
+    """The callable of ``path/to/file.py:callable``; ModelSpecError if it may not be run, or there is none."""
+    if not local_code:
+        raise ModelSpecError(TRUST_NEEDED.format(spec))
+    check_model(spec, {})
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
     module_spec = importlib.util.spec_from_file_location(f"wellcond_user_{path.stem}", path)
     assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises
+        raise ModelSpecError(f"{spec} cannot be loaded: {type(error).__name__}: {error}") from error
     build = getattr(module, name, None)
     if not callable(build):
         defined = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ModelSpecError(f"{path} has no callable {name!r}. It defines: {', '.join(defined) or 'none'}")
-    model = build(**arguments)
+    return build
+
+
+def _build_from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
+    model = load_function(spec)(**arguments)
     from torch import nn
 
     if not isinstance(model, nn.Module):

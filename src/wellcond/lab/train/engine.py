@@ -16,6 +16,7 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import full_tensor, is_sharded, reshard_, unwrap
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import RecipeError
+from wellcond.lab.optimizers import set_point
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive, seed_device
 from wellcond.lab.tasks.base import AbstractTask, Batch
@@ -32,7 +33,6 @@ from wellcond.lab.train.length import (
     check_loss,
     ramped_parts,
 )
-from wellcond.lab.train.optimizers import set_point
 from wellcond.lab.train.run_folder import RunFolder
 
 Event = dict[str, Any]

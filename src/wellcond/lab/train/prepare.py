@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import torch
 from torch import nn
 
 from wellcond.conditioning.checkpoint import load_weights
-from wellcond.errors import ModelSpecError, RecipeError, needs_extra
+from wellcond.errors import ModelSpecError, RecipeError, WellcondError, needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.build import build_model, is_local_code
+from wellcond.lab.models.build import build_model, is_local_code, load_function
 from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, remove_norms_, scale_true_
-from wellcond.lab.models.trained import load_encoder
+from wellcond.lab.models.memory_guard import MemoryGuard
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, evaluating
+from wellcond.lab.train.trained import load_encoder, load_teacher
+from wellcond.lab.user_code import MODELS, choose_arguments
 
 
 def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
@@ -133,7 +136,8 @@ def prepare_model(
     def forward(model: nn.Module) -> None:
         task.loss(model, task.train.fetch([(sample, 0) for sample in range(min(64, len(task.train)))]))
 
-    return method.apply_(model, seed=derive(seed, "method"), base=base, build=build_teacher, forward=forward)
+    teacher = functools.partial(load_teacher, base=base, build=build_teacher)
+    return method.apply_(model, seed=derive(seed, "method"), teacher=teacher, forward=forward)
 
 
 def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
@@ -154,6 +158,11 @@ def _build(name: str, given: dict[str, Any], task: AbstractTask, local_code: boo
             continue
         if key != "vocab_size" or given[key] < needed[key]:  # embeddings that no token uses do no harm
             raise RecipeError(f"model.arguments.{key}: the data need {needed[key]}, found {given[key]} for {name}")
+    kind, _, rest = name.partition(":")
+    if kind == "python":
+        return _call(MODELS[rest], rest, given, task)
+    if is_local_code(name):
+        return _call(load_function(name, local_code=local_code), name, given, task)
     arguments = needed | given
     try:
         return build_model(name, arguments, auto_class=task.auto_class, local_code=local_code)
@@ -164,3 +173,21 @@ def _build(name: str, given: dict[str, Any], task: AbstractTask, local_code: boo
             del arguments["img_size"]
             return _build(name, given, task, local_code, arguments)
         raise RecipeError(f"model: {error}") from error
+
+
+def _call(function: Callable[..., Any], name: str, given: dict[str, Any], task: AbstractTask) -> nn.Module:
+    """The model that a user's function returns, given what its signature names of what the data ask for."""
+    offered = {library: task.model_arguments(library) for library in ("timm", "hf")}
+    arguments = choose_arguments(function, given, offered)
+    try:
+        with MemoryGuard():
+            model = function(**arguments)
+    except WellcondError:
+        raise
+    except Exception as error:  # the user's code
+        raise RecipeError(
+            f"model: {name} cannot be called with {arguments}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model: {name} returned {type(model).__name__}, expected a torch.nn.Module")
+    return model

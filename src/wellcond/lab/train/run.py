@@ -22,12 +22,13 @@ from wellcond.lab.data.base import fingerprint
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import is_local_code
 from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
-from wellcond.lab.run_records import COMPLETE, SCHEMA
+from wellcond.lab.records import COMPLETE, SCHEMA
 from wellcond.lab.tasks.base import AbstractTask
 from wellcond.lab.train.engine import Engine, Event, Observer
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory
 from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_task
 from wellcond.lab.train.run_folder import RunFolder
+from wellcond.lab.user_code import UserCode
 from wellcond.version import __version__
 
 
@@ -48,6 +49,7 @@ class Job:
     """Number of concurrent runs of the comparison, including this one."""
     keep_checkpoints: bool = True
     """Whether those of a complete run stay."""
+    user_code: UserCode = UserCode()
 
     def __post_init__(self) -> None:
         named = self.recipe.model.name if is_local_code(self.recipe.model.name) else self.recipe.data.local_code
@@ -72,6 +74,7 @@ def run_job(job: Job, observer: Observer = lambda event: None, *, stop: StopFlag
     Ctrl-C and SIGTERM stop it, unless the caller handles signals and has a stop flag. WellcondError if it fails, which
     its record says too; FolderInUse while another command runs it.
     """
+    job.user_code.install()
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
     from accelerate.utils import broadcast_object_list
 

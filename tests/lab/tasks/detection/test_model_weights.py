@@ -15,10 +15,10 @@ from wellcond.errors import MissingFileError, RecipeError, WeightError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model
-from wellcond.lab.models.trained import load_encoder
 from wellcond.lab.train.checkpoint import last_checkpoint
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import Job, run_job
+from wellcond.lab.train.trained import load_encoder
 
 DEFAULT, BALANCED = (MethodSettings.model_validate(text) for text in ("default", "conditioned+balanced"))
 IMAGE = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from wellcond.lab.pool import run_jobs
 from wellcond.lab.tasks.glue import NAMES
-from wellcond.lab.train.compare import run_comparison
 from wellcond.lab.train.glue import plan_glue
 from wellcond.lab.train.prepare import prepare_task
 
@@ -41,6 +41,6 @@ def test_every_task_is_read_and_balanced_as_known(mirror, pretrained, name):
 
 def test_two_real_tasks_are_scored(mirror, pretrained):
     planned = plan_glue(pretrained("crammed"), tasks=["rte", "stsb"], limit=32, cpu=True)
-    outcome = run_comparison(planned, num_workers=1, observer=lambda job, event: None)
+    outcome = run_jobs(planned, num_workers=1, observer=lambda job, event: None)
     assert [record["status"] for record in outcome.records] == ["finished", "finished"]
     assert [record["metric"]["name"] for record in outcome.records] == ["accuracy", "pearson"]

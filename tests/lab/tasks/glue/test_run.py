@@ -14,11 +14,11 @@ from lab.tasks.glue.helpers import edit_record, pretrain, write_glue
 from wellcond.conditioning.checkpoint import load_weights
 from wellcond.errors import DataError, RecipeError, RunError, WellcondError
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.pool import run_jobs
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.tokenizers import read_tokenizer
 from wellcond.lab.train import glue
 from wellcond.lab.train.checkpoint import last_checkpoint
-from wellcond.lab.train.compare import run_comparison
 from wellcond.lab.train.glue import plan_glue, read_pretrained
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
@@ -33,7 +33,7 @@ def plan(folder, **options):
 
 
 def score(folder, **options):
-    outcome = run_comparison(plan(folder, **options), num_workers=1, observer=quiet)
+    outcome = run_jobs(plan(folder, **options), num_workers=1, observer=quiet)
     assert not outcome.failures
     return outcome
 
@@ -250,7 +250,7 @@ def test_a_run_that_cannot_be_the_start_is_refused(pretrained, spoil, error, mes
     folder = pretrained("bert")
     spoil(folder)
     with pytest.raises(error, match=message):
-        run_comparison(plan(folder, tasks=["cola"]), num_workers=1, observer=quiet)
+        run_jobs(plan(folder, tasks=["cola"]), num_workers=1, observer=quiet)
     assert not list(folder.glob("glue/*/seed-0"))
 
 
@@ -265,7 +265,7 @@ def test_a_run_that_cannot_be_the_start_is_refused(pretrained, spoil, error, mes
 def test_weights_that_do_not_fit_the_classifier_are_refused(pretrained, change, message):
     folder = pretrained("bert")
     change(folder)
-    [(_, problem)] = run_comparison(plan(folder, tasks=["cola"]), num_workers=1, observer=quiet).failures
+    [(_, problem)] = run_jobs(plan(folder, tasks=["cola"]), num_workers=1, observer=quiet).failures
     assert re.search(rf"model.safetensors does not fit this model: .*{message}", problem)
 
 
@@ -304,7 +304,7 @@ def test_scores_under_other_settings_are_not_overwritten(pretrained, fine_tuning
     score(folder, tasks=["cola"])
     fine_tuning["lr"] = 1e-4
     planned = plan(folder, tasks=["cola"])
-    [(_, problem)] = run_comparison(planned, num_workers=1, observer=quiet).failures
+    [(_, problem)] = run_jobs(planned, num_workers=1, observer=quiet).failures
     assert "optimizer.lr: 0.01 there, 0.0001 here" in problem
 
 

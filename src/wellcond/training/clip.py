@@ -1,0 +1,413 @@
+r"""QK-Clip: after a step, heads whose logits grew beyond a limit get smaller queries and keys.
+
+With S_h the largest logit of head h in this step's batch, :math:`\gamma_h = \min(1, \tau / S_h)`,
+
+.. math:: W_{Q,h} \leftarrow \gamma_h^{\alpha} W_{Q,h}, \qquad W_{K,h} \leftarrow \gamma_h^{1 - \alpha} W_{K,h}
+
+biases included, so that the logits of the same tokens are multiplied by gamma_h (Kimi K2, arXiv 2507.20534). Where
+several query heads share a key head, the smallest gamma of the group acts on all of them, unless alpha is 1. Where keys
+are not the only partner of a query (a term of position and query, learned keys), alpha is 1 for that layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.arguments import check_flag, check_mapping, check_number, describe
+from wellcond.attention.checks import Chosen, check_writable, choose_sites
+from wellcond.attention.names import QK_NORM
+from wellcond.attention.sharding import full_tensor, is_distributed, reshard_, unwrap
+from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import Slot, corrections_of
+from wellcond.errors import ConditioningError, OptionError, UnsupportedLayoutError
+from wellcond.training.monitor import AttentionMonitor
+from wellcond.training.rows import RowFactors, after_step, as_optimizers, check_held, heads_of_bias, heads_of_weight
+
+LOGGER = logging.getLogger("wellcond")
+VERB = "wellcond.QKClip"
+ON_QUERIES_ALONE = ("query position term", "extra keys")
+"""Modifiers of a layer whose logits have a term that only the queries scale."""
+UNREACHABLE: Mapping[str, str] = {
+    "logit softcap": "its logits are capped by the model itself, and W_Q and W_K do not scale them",
+    "clipped qkv": "its projected queries and keys are clamped, so that their weights do not scale the logits",
+}
+LEAVE_OUT = "Leave it out with sites=..., as in QKClip(model, optimizer, sites='blocks.*')."
+
+
+class LogitSource(Protocol):
+    """What `QKClip` asks of a monitor."""
+
+    def max_logits(self, *, reduce: bool) -> Mapping[str, Tensor]:
+        """The largest logit of every head since the last step, by name of the layer: exact, or a bound from above.
+
+        It is asked with ``reduce=False``: `QKClip` itself takes the maximum over all processes.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """How the heads of one layer are clipped."""
+
+    site: AttentionSite
+    first: int
+    """Position of its first query head among all of the model's."""
+    alpha: float
+    query_groups: Tensor
+    """For each query head, its group: the smallest gamma of a group acts on all its heads."""
+    key_groups: Tensor
+
+
+class QKClip:
+    """Hold every head's largest logit at `tau`, by scaling its queries and keys after the step that passed it.
+
+    A hook of the optimiser: nothing has to be called. All of it runs on the device, nothing is read by the host. Heads
+    below `tau` stay as they are, bit for bit; so do heads whose largest logit is not positive, not finite, or was not
+    seen in this step. `records` tells which these are. Momentum and other state of the optimiser is not changed.
+
+    In a distributed run the largest logits are reduced over all processes, so that replicas stay equal and heads that
+    live on other processes (tensor parallelism) are clipped everywhere; shards of FSDP2 and of tensor parallelism are
+    scaled where they are stored.
+
+    Args:
+        model: the model, wrapped (DDP, fully_shard) if it is going to be.
+        optimizer: made after the model was wrapped; or a list of several, in the order of their steps.
+        tau: the largest logit that is left alone; 100 in Kimi K2.
+        alpha: share of the queries in the correction; 1 for the queries alone, exact per query head also where they
+            share keys.
+        log_only: only keep the records.
+        monitor: where the largest logits come from: an `AttentionMonitor` with ``every=1``, of which `step` is called
+            after the optimiser's; by default one of its own that reads nothing else.
+        sites: only these layers, from `find_attention(model)`, or a pattern of paths; all by default.
+        masters: for optimisers that hold float32 copies of the model's 16-bit weights: the copy of each parameter.
+        process_group: whose processes see different batches of the same weights; all by default.
+
+    Raises:
+        OptionError: tau or alpha out of range; an optimiser that does not hold the weights.
+        UnsupportedLayoutError: a layer whose logits W_Q and W_K do not scale (a QK-norm whose gain all heads share, a
+            cap on the logits), with the reason.
+        ConditioningError: a conditioned layer whose correction does not scale with the weight.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        >>> optimizer = torch.optim.AdamW(layer.parameters())
+        >>> clip = QKClip(layer, optimizer, tau=50.0)
+
+    Reference: Kimi Team, Kimi K2: Open Agentic Intelligence, arXiv 2507.20534, section 2.1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        tau: float = 100.0,
+        alpha: float = 0.5,
+        log_only: bool = False,
+        *,
+        monitor: LogitSource | None = None,
+        sites: Chosen | None = None,
+        masters: Mapping[Tensor, Tensor] | None = None,
+        process_group: Any = None,
+    ) -> None:
+        self.tau, self.alpha = _check_options(tau, alpha)
+        check_flag("log_only", log_only)
+        self.log_only, self.process_group = log_only, process_group
+        optimizers = as_optimizers(optimizer, VERB)
+        inner = unwrap(model)
+        reshard_(inner)
+        chosen = choose_sites(inner, sites)
+        for site in chosen:
+            _refuse_unreachable(site)
+        check_writable(inner, chosen, "qk", VERB, conditioned_too=True)
+        for site in chosen:
+            _check_correction(site)
+        gains = {site.name: _gains(site) for site in chosen if site.qk_norm is not None}
+        self.layers = list(_layers(chosen, self.alpha))
+        masters = {} if masters is None else masters
+        check_mapping("masters", masters)
+        if not log_only:
+            check_held(optimizers, self._held(gains, masters), VERB, "; with float32 copies in it, give masters=...")
+        device = self.layers[0].site.by_role("query").parameter.device
+        targets, exponents, self._rows = _plan(self.layers, gains, masters)
+        self._targets, self._exponents = targets.to(device), exponents.to(device)
+        self._groups = torch.cat([layer.query_groups for layer in self.layers]).to(device)
+        self._own_monitor: AttentionMonitor | None = None
+        if monitor is None:
+            monitor = self._own_monitor = AttentionMonitor(
+                model, every=1, columns=["max_logit"], weights=False, sites=chosen, group=process_group
+            )
+        self.monitor: LogitSource = monitor
+        self._unknown: set[str] = set()
+        self._state = _State(len(self._groups), device)
+        self._handle = after_step(optimizers, self._act)
+
+    def __repr__(self) -> str:
+        """One line: the limit, how it is shared, how many heads."""
+        heads = sum(layer.site.num_heads for layer in self.layers)
+        only = ", log_only=True" if self.log_only else ""
+        return f"QKClip(tau={self.tau:g}, alpha={self.alpha:g}{only}: {heads} heads of {len(self.layers)} layers)"
+
+    def remove(self) -> None:
+        """End the clipping; the weights stay as they are."""
+        self._handle.remove()
+        if self._own_monitor is not None:
+            self._own_monitor.close()
+
+    def records(self) -> list[dict[str, Any]]:
+        """What happened to every head so far; this waits for the device.
+
+        Returns: dictionaries with ``site``, ``head``, ``max_logit`` (of the last step, NaN where it was not seen),
+            ``smallest_gamma``, ``times_clipped`` and ``steps_seen``; a head with no step seen was never clipped.
+        """
+        last, smallest, clipped, seen = (one.tolist() for one in self._state.tensors())
+        return [
+            {
+                "site": layer.site.name,
+                "head": head,
+                "max_logit": last[layer.first + head],
+                "smallest_gamma": smallest[layer.first + head],
+                "times_clipped": int(clipped[layer.first + head]),
+                "steps_seen": int(seen[layer.first + head]),
+            }
+            for layer in self.layers
+            for head in range(layer.site.num_heads)
+        ]
+
+    # The step
+
+    @torch.no_grad()
+    def _act(self) -> None:
+        largest = self._largest_logits()
+        seen = torch.isfinite(largest)
+        gamma = torch.where(seen & (largest > self.tau), self.tau / largest, 1.0)
+        self._state.update(largest, seen, gamma)
+        if not self.log_only:
+            self._rows.multiply_(self._factors(gamma))
+        if self._own_monitor is not None:
+            self._warn_once(
+                {name: why["max_logit"] for name, why in self._own_monitor.not_seen.items() if "max_logit" in why}
+            )
+            self._own_monitor.discard()
+
+    def _largest_logits(self) -> Tensor:
+        """(all query heads), NaN where a head was not seen; the same on every process."""
+        seen = self.monitor.max_logits(reduce=False)
+        parts = []
+        for layer in self.layers:
+            found, heads = seen.get(layer.site.name), layer.site.num_heads
+            if found is None:
+                self._warn_once({layer.site.name: "the monitor does not name it"})
+                parts.append(torch.full((heads,), math.nan, device=self._state.device))
+            elif tuple(found.shape) != (heads,):
+                raise OptionError(
+                    f"{VERB}, {layer.site.name}: expected the largest logit of each of {heads} heads, got "
+                    f"{describe(found)}"
+                )
+            else:
+                parts.append(found.detach().to(self._state.device, torch.float32))
+        largest = torch.cat(parts)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # NaN on the process that has not seen a head must not hide what another has.
+            largest = torch.where(torch.isnan(largest), -math.inf, largest)
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.process_group)
+            largest = torch.where(largest == -math.inf, math.nan, largest)
+        return largest
+
+    def _warn_once(self, reasons: Mapping[str, str]) -> None:
+        for name, why in reasons.items():
+            if name not in self._unknown:
+                self._unknown.add(name)
+                LOGGER.warning("QKClip: the largest logits of %s were not seen, so it is not clipped: %s", name, why)
+
+    def _factors(self, gamma: Tensor) -> Tensor:
+        """One factor for each projection's head, and 1 for what is no head's."""
+        of_group = torch.ones_like(gamma).scatter_reduce(0, self._groups, gamma, "amin")
+        factors = of_group[self._targets] ** self._exponents  # 1 to any power is 1
+        return torch.cat([factors, factors.new_ones(1)])
+
+    def _held(
+        self, gains: Mapping[str, Mapping[str, nn.Module]], masters: Mapping[Tensor, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for layer in self.layers:
+            for role in ("query", "key"):
+                norm = gains.get(layer.site.name, {}).get(role)
+                stored: Any = layer.site.by_role(role).parameter if norm is None else norm.weight
+                yield f"{layer.site.name} ({role})", masters.get(stored, stored)
+
+
+class _State:
+    """What is kept of every head, on the device."""
+
+    def __init__(self, num_heads: int, device: torch.device) -> None:
+        self.device = device
+        self.last = torch.full((num_heads,), math.nan, device=device)
+        self.smallest = torch.ones(num_heads, device=device)
+        self.clipped, self.seen = (torch.zeros(num_heads, dtype=torch.int64, device=device) for _ in range(2))
+
+    def update(self, largest: Tensor, seen: Tensor, gamma: Tensor) -> None:
+        self.last.copy_(largest)
+        self.smallest.copy_(torch.minimum(self.smallest, gamma))
+        self.clipped += gamma < 1
+        self.seen += seen
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.last, self.smallest, self.clipped, self.seen
+
+
+def _check_options(tau: Any, alpha: Any) -> tuple[float, float]:
+    try:
+        tau, alpha = check_number("tau", tau, at_least=0.0), check_number("alpha", alpha, at_least=0.0)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{VERB}: {error}") from error
+    if tau == 0 or alpha > 1:
+        raise OptionError(f"{VERB}: expected tau above 0 and alpha from 0 to 1, got tau={tau:g}, alpha={alpha:g}")
+    return tau, alpha
+
+
+# Which layers
+
+
+def _refuse_unreachable(site: AttentionSite) -> None:
+    reason = next((UNREACHABLE[word] for word in site.modifiers if word in UNREACHABLE), None)
+    if site.kind == "cross_covariance":
+        reason = "its queries and keys are normalised over the tokens, so that W_Q and W_K do not scale the logits"
+    if reason is not None:
+        raise UnsupportedLayoutError(site.name, reason, class_name=type(site.module).__name__, advice=LEAVE_OUT)
+
+
+def _gains(site: AttentionSite) -> dict[str, nn.Module]:
+    """The norms of queries and keys whose gains have an entry for every channel of every head.
+
+    Raises: UnsupportedLayoutError if all heads share a gain, or it cannot be found.
+    """
+    found: dict[str, nn.Module] = {}
+    reason = "its QK-norm has no gain that could be found"
+    children = dict(site.module.named_modules())
+    for query_name in QK_NORM:
+        key_name = query_name.replace("query", "key") if "query" in query_name else query_name.replace("q", "k", 1)
+        if query_name not in children or key_name not in children or query_name == key_name:
+            continue
+        for role, name in (("query", query_name), ("key", key_name)):
+            norm, slot = children[name], site.by_role(role)
+            gain = getattr(norm, "weight", None)
+            if not isinstance(gain, Tensor):
+                reason = f"its QK-norm {name} has no gain"
+            elif gain.numel() != slot.num_heads * slot.head_dim or slot.num_heads == 1:
+                reason = f"the gain of its QK-norm, {name}.weight of {gain.numel()} entries, is shared by all heads"
+            elif is_distributed(gain):
+                reason = f"the gain of its QK-norm, {name}.weight, is sharded"
+            elif not _is_scaled_by_its_gain(norm, gain.numel()):
+                reason = f"its QK-norm {name} ({type(norm).__name__}) does not multiply by its gain"
+            else:
+                found[role] = norm
+    if len(found) < 2:
+        raise UnsupportedLayoutError(
+            site.name,
+            f"{reason}; W_Q and W_K do not scale its logits.",
+            class_name=type(site.module).__name__,
+            advice=f"A norm bounds the logits by its gain: QK-Clip is not needed there. {LEAVE_OUT}",
+        )
+    return found
+
+
+@torch.no_grad()
+def _is_scaled_by_its_gain(norm: nn.Module, width: int) -> bool:
+    twice = copy.deepcopy(norm)
+    for parameter in twice.parameters():
+        parameter.mul_(2.0)
+    gain: Any = norm.weight
+    x = torch.linspace(-1, 2, 2 * width, device=gain.device, dtype=gain.dtype).view(1, 2, width)
+    return torch.allclose(twice(x), 2 * norm(x), rtol=1e-2)
+
+
+@torch.no_grad()
+def _check_correction(site: AttentionSite) -> None:
+    """W + C must scale head by head as W does: `polar` and `balanced` do, `identity` does not."""
+    for role in ("query", "key"):
+        slot = site.by_role(role)
+        correction = corrections_of(slot.owner).get(slot.weight_name)
+        if correction is None:
+            continue
+        raw = full_tensor(slot.parameter).detach()
+        factors = torch.linspace(0.5, 0.9, slot.num_heads, device=raw.device, dtype=raw.dtype)[:, None, None]
+        scaled = raw.clone()
+        slot.put_heads_(scaled, factors * slot.take_heads(raw))
+        expected = factors * slot.take_heads(correction.effective(slot.owner, raw))
+        got = slot.take_heads(correction.effective(slot.owner, scaled))
+        if float((got - expected).norm()) > 1e-2 * float(expected.norm()):
+            raise ConditioningError(
+                f"{site.name} ({role}) is conditioned, and W + C does not scale as W does, so that clipping W would "
+                f"not clip the logits: expected a correction that does, as balanced or polar per head. {FOLD}"
+            )
+
+
+FOLD = "Call wellcond.fold_(model) first, or leave the layer out with sites=..."
+
+
+# What is multiplied by what
+
+
+def _layers(sites: list[AttentionSite], alpha: float) -> Iterator[_Layer]:
+    """The groups of heads of every layer; layers that share queries or keys share their groups too."""
+    first, num_groups = 0, 0
+    known: dict[tuple[int, tuple[int, ...]], int] = {}
+    for site in sites:
+        query, key = site.by_role("query"), site.by_role("key")
+        places = [(id(slot.parameter), tuple(slot.rows.flatten().tolist())) for slot in (query, key)]
+        own = 1.0 if any(word in site.modifiers for word in ON_QUERIES_ALONE) else alpha
+        own = 0.5 if places[0] == places[1] else own
+        of_queries, of_keys = torch.arange(query.num_heads), torch.arange(key.num_heads)
+        if site.talking_heads:  # the logits of a head are mixed from those of all
+            of_queries, of_keys = torch.zeros_like(of_queries), torch.zeros_like(of_keys)
+        elif own < 1:
+            of_queries = of_queries // (query.num_heads // key.num_heads)
+        begin = next((known[place] for place in places if place in known), num_groups)
+        known.update(dict.fromkeys(places, begin))
+        yield _Layer(site, first, own, of_queries + begin, of_keys + begin)
+        first += query.num_heads
+        num_groups = max(num_groups, begin + query.num_heads)
+
+
+def _plan(
+    layers: list[_Layer], gains: Mapping[str, Mapping[str, nn.Module]], masters: Mapping[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, RowFactors]:
+    """The group and the exponent of every factor, and what the factors multiply."""
+    rows, targets, exponents = RowFactors(), [], []
+    count = 0
+    for layer in layers:
+        for role, groups, exponent in (
+            ("query", layer.query_groups, layer.alpha),
+            ("key", layer.key_groups, 1 - layer.alpha),
+        ):
+            if exponent == 0:
+                continue
+            slot = layer.site.by_role(role)
+            numbers = count + torch.arange(slot.num_heads)
+            for stored, heads in _stored(slot, gains.get(layer.site.name, {}).get(role), masters):
+                rows.add(stored, heads, numbers)
+            count += slot.num_heads
+            targets.append(groups)
+            exponents.append(torch.full((slot.num_heads,), exponent))
+    return torch.cat(targets), torch.cat(exponents), rows
+
+
+def _stored(slot: Slot, norm: nn.Module | None, masters: Mapping[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors whose entries scale with the heads of a projection, with the head of every entry."""
+    if norm is not None:
+        heads = torch.arange(slot.num_heads, dtype=torch.int16).repeat_interleave(slot.head_dim)
+        found = [(one, heads.view(one.shape)) for one in (norm.weight, getattr(norm, "bias", None)) if one is not None]
+    else:
+        bias = slot.stored_bias()
+        found = [(slot.parameter, heads_of_weight(slot))]
+        found += [] if bias is None else [(bias, heads_of_bias(slot, bias))]
+    for stored, heads in found:
+        yield stored, heads
+        if stored in masters:
+            yield masters[stored], heads

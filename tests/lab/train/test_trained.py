@@ -1,0 +1,159 @@
+"""Weight selection from a recipe: teachers out of run folders and files."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+import wellcond
+from lab.helpers import same_state
+from lab.small import small_job
+from wellcond.conditioning.checkpoint import load_weights
+from wellcond.errors import RecipeError
+from wellcond.lab.methods import MethodSettings, parse_methods
+from wellcond.lab.models.build import build_model
+from wellcond.lab.records import seal
+from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.lab.train.run import run_job
+from wellcond.lab.train.trained import load_teacher
+
+LARGE = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 4, "mlp_ratio": 1.0}
+STEPS = "training={length: {steps: 3}, batch_size: 32, threads: 1, log_every: 5}"
+QUIET = "tracking={weights_every: null, jacobian_points: 0}"
+CONDITION = "conditioned+balanced"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Finished runs of a teacher twice as wide, plain and conditioned."""
+    folder = tmp_path_factory.mktemp("teachers")
+    for name, method in (("plain", "conditioned"), ("raw", CONDITION)):
+        run_job(small_job(folder / name, method, f"model.arguments={json.dumps(LARGE)}", STEPS, QUIET))
+    return folder
+
+
+def checkpoint(run):
+    [place] = (run / "checkpoints").glob("step-*")
+    return place / "model.safetensors"
+
+
+def large(**changes):
+    return build_model("timm:vit_tiny_patch16_224", LARGE | {"in_chans": 1, "num_classes": 10} | changes)
+
+
+def trained(run, method):
+    """The teacher, built by hand."""
+    model = large()
+    if method == CONDITION:
+        wellcond.condition_(model, "balanced")
+    load_weights(model, checkpoint(run))
+    return wellcond.fold_(model) if method == CONDITION else model
+
+
+def student(method, base, *overrides):
+    job = small_job("unused", method, *overrides)
+    task = prepare_task(job.recipe, seed=0, base=None)
+    return prepare_model(job.recipe, job.method, task, seed=0, base=base)
+
+
+@pytest.mark.parametrize("layout", ["blind", "heads"])
+@pytest.mark.parametrize(("name", "method"), [("plain", "conditioned"), ("raw", CONDITION)])
+def test_a_run_teaches_what_init_does_by_hand(runs, name, method, layout):
+    state = torch.get_rng_state()
+    found = student(f"weight_selection(teacher={name}, layout={layout})", runs).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    by_hand, before = student("default", None), student("default", None).state_dict()
+    wellcond.init_(by_hand, "weight_selection", teacher=trained(runs / name, method), layout=layout)
+    assert same_state(found, by_hand.state_dict())
+    assert torch.equal(found["head.weight"], before["head.weight"])
+    assert not torch.equal(found["blocks.0.attn.qkv.weight"], before["blocks.0.attn.qkv.weight"])
+    assert torch.equal(found["norm.weight"], trained(runs / name, method).norm.weight[::2])
+
+
+def test_the_layouts_differ_in_the_attention_only(runs):
+    blind, heads = (
+        student(f"weight_selection(teacher=plain, layout={x})", runs).state_dict() for x in ("blind", "heads")
+    )
+    differ = {name for name in blind if not torch.equal(blind[name], heads[name])}
+    assert differ and all(".attn." in name for name in differ)
+
+
+def test_a_run_from_a_teacher(runs, tmp_path):
+    job = small_job(
+        tmp_path / "run", f"weight_selection(teacher={runs / 'plain'}, layout=heads)+balanced", STEPS, QUIET
+    )
+    done = run_job(job)
+    assert done["status"] == "finished"
+    assert done["config"]["method"]["init_options"]["teacher"] == str(runs / "plain")
+    assert run_job(job) == done
+
+
+def rewritten(runs, tmp_path, change):
+    """A copy of a run whose record was changed."""
+    shutil.copytree(runs / "plain", tmp_path / "run")
+    path = tmp_path / "run" / "run.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(seal(record)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: record.update(status="interrupted"), "the run in .*run is not finished but interrupted"),
+        (lambda record: record["config"]["model"].update(name="evil.py:build"), "is code in a file .evil.py:build."),
+        (lambda record: record["config"]["model"].update(norms="without_block_norms"), "expected keep"),
+        (
+            lambda record: record["config"]["model"]["arguments"].update(embed_dim=24),
+            r"model.safetensors does not fit this model: .*\(32,\) in the file, \(24,\) in the model",
+        ),
+    ],
+)
+def test_a_run_that_cannot_teach_is_named(runs, tmp_path, change, message):
+    rewritten(runs, tmp_path, change)
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(wellcond.WellcondError, match=message):
+        student("weight_selection(teacher=run)", tmp_path)
+
+
+def test_missing_parts_of_a_run_are_named(runs, tmp_path):
+    with pytest.raises(RecipeError, match=r"no run in .*nowhere: expected run.json"):
+        student("weight_selection(teacher=nowhere)", tmp_path)
+    rewritten(runs, tmp_path, lambda record: None)
+    checkpoint(tmp_path / "run").with_name("optimizer.safetensors").unlink()  # which only resuming needs
+    student("weight_selection(teacher=run)", tmp_path)
+    checkpoint(tmp_path / "run").write_bytes(b"damaged")
+    with pytest.raises(wellcond.WellcondError, match=r"step-.*is damaged .model.safetensors .*delete"):
+        student("weight_selection(teacher=run)", tmp_path)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(RecipeError, match=r"the run in .*run has no checkpoint"):
+        student("weight_selection(teacher=run)", tmp_path)
+
+
+def test_a_student_larger_than_its_teacher_is_refused(runs):
+    wide = "model.arguments={img_size: 8, patch_size: 4, embed_dim: 64, depth: 2, num_heads: 2, mlp_ratio: 1.0}"
+    with pytest.raises(RecipeError, match=r"weight_selection from plain: cls_token: cannot select \(1, 1, 64\) from"):
+        student("weight_selection(teacher=plain)", runs, wide)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("teacher=3", "teacher: expected the folder of a finished run, found 3"),
+        ("teacher=a, layout=joint", "unknown layout: got 'joint', expected one of 'blind', 'heads'"),
+        ("teacher=a, exclude=head", "exclude of 'weight_selection': expected a list of text, got 'head'"),
+        ("teacher=a, teachers=b", "unknown option of 'weight_selection'"),
+    ],
+)
+def test_options_are_checked_before_anything_starts(text, message):
+    with pytest.raises(RecipeError, match=message):
+        parse_methods(f"weight_selection({text})")
+    with pytest.raises(ValidationError, match="unknown option of 'gaussian'"):
+        MethodSettings(init="gaussian", init_options={"teacher": "a"})
+
+
+def test_a_teacher_is_loaded_without_a_task(runs):
+    found = load_teacher({"teacher": "plain"}, runs, lambda name, arguments: large(num_classes=5))
+    assert found.head.out_features == 5 and torch.equal(found.norm.weight, trained(runs / "plain", "").norm.weight)
