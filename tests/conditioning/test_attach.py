@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
 import wellcond as wc
 from conditioning.test_corrections import vit
-from conditioning.test_step import gpt2
+from conditioning.test_attach_step import gpt2
 from models import NanoGPTAttention, XTransformersAttention, stack
 from wellcond.attention.slot import effective_weight
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from wellcond.arguments import CORRECTIONS, INITIALISATIONS
+from wellcond.arguments import CORRECTIONS, INITIALISATIONS, check_names, check_values
 from wellcond.errors import OptionError, RecipeError
 
 MODELS: dict[str, Callable[..., Any]] = {}
@@ -123,6 +123,14 @@ def choose_arguments(
     if takes_any and not chosen:
         chosen = dict(next(iter(offered.values())))
     return chosen | dict(given)
+
+
+def check_method(name: str, options: Mapping[str, Any]) -> None:
+    """Raise OptionError for options that a user's method does not take, or that are missing or of another type."""
+    function = METHODS[name]
+    own = {key: value for key, value in options.items() if key not in GIVEN}
+    check_names(function, name, {**own, **{key: None for key in GIVEN if key in takes(function)[0]}})
+    check_values(function, name, own)
 
 
 def apply_method(function: Callable[..., Any], model: Any, options: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
