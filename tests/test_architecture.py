@@ -281,10 +281,13 @@ def test_initialising_and_conditioning_walk_through_few_files():
         model(images)
         wellcond.fold_(model)
 
-    condition()  # what is imported or computed once
-    files = walked(lambda: wellcond.init_(model, "conditioned"))
-    assert len(files) <= 13, files
-    assert len(walked(condition)) <= 16, walked(condition)
+    def initialise():
+        wellcond.init_(model, "conditioned")
+
+    for call, most in ((initialise, 13), (condition, 16)):
+        call()  # what is imported or computed once
+        files = walked(call)
+        assert len(files) <= most, files
 
 
 TESTS = Path(__file__).parent
