@@ -10,6 +10,8 @@ DEMO   := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.demo-$(KEY))
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
+# Tests start many processes, and each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-slow test-stress test-oldest lint docs examples bench zoo clean
 
@@ -32,10 +34,10 @@ demo: $(DEMO)  ## Train a small ViT on digits with seven initialisations at tune
 	$(BIN)/wellcond demo
 
 test: $(STAMP)  ## Run the default tests (a few minutes)
-	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-slow: $(STAMP)  ## Run the slow tests as well
-	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest
+	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest --hypothesis-profile=thorough
 
 test-stress: $(STAMP)  ## Repeat the tests of processes, signals and time: quiet, beside busy processes, on one core (ROUNDS=20)
 	PYTHON=$(abspath $(BIN)/python) tests/stress.sh $(or $(ROUNDS),20)

@@ -1,8 +1,8 @@
 """What a correction adds to a training step of large models, on paper. Run: python benchmarks/step_cost.py.
 
 Rates are those of data sheets: the step at 40 % of the peak of bfloat16, which large runs reach, the products of
-corrections at 40 % of float64 (tensor cores) and float32, memory at 80 %. tests/conditioning/test_cost.py counts the
-formulas at sizes that run here.
+corrections at 40 % of float64 (tensor cores) and float32, memory at 80 %. The formulas are counted at sizes that run
+here by tests/repository/test_correction_cost.py.
 """
 
 from __future__ import annotations

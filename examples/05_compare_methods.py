@@ -12,8 +12,8 @@ from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import parse_methods
 from wellcond.lab.plan import plan_comparison, write_comparison
 from wellcond.lab.pool import run_jobs
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.load_runs import load_comparisons
 
 SHORT = [
     "model.arguments={img_size: 8, patch_size: 2, embed_dim: 32, depth: 2, num_heads: 2, mlp_ratio: 2.0}",

@@ -15,20 +15,15 @@ import torch
 
 torch.set_num_threads(1)
 # The same examples every time, however slow the machine; --hypothesis-profile=default looks for others.
-hypothesis.settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
+REPEATABLE = {"derandomize": True, "deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("repeatable", max_examples=60, **REPEATABLE)
+hypothesis.settings.register_profile("thorough", max_examples=500, **REPEATABLE)  # of make test-slow
 hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_configure(config):
     """Tests of weights do not mind which start trains worse; those of this warning use `pytest.warns`."""
     config.addinivalue_line("filterwarnings", "ignore::wellcond.EvidenceWarning")
-
-
-def pytest_collection_modifyitems(items):
-    """Files whose tests take long go first, so that two workers end together."""
-    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Rules of the source tree that a reader relies on."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -76,11 +77,46 @@ def test_imports_point_downwards(path):
             assert rest and rest[0] in ALLOWED[layer] | {layer}, f"{layer} may not import {name}"
 
 
+LAB = [
+    {"settings", "seeding", "run_lengths", "records", "nystrom", "optimizers"},
+    {"data"},  # with tokenizers, which are trained on data
+    {"user_code", "models"},
+    {"methods", "tasks"},
+    {"recipe"},
+    {"load_recipe", "recipes"},
+    {"train"},
+    {"plan", "pool", "parts"},
+    {"cluster", "report"},
+    {"tune"},
+    {"comparison"},
+    {"trial", "reproduce"},
+]
+"""Packages of the laboratory: recipe, jobs, pool, training, report. An import leads to an earlier row, or to a package
+of the same row that does not import back."""
+
+
+def test_the_laboratory_has_no_cycle_and_no_arrow_back():
+    rows = {name: row for row, names in enumerate(LAB) for name in names}
+    arrows = set()
+    for path in (SRC / "lab").rglob("*.py"):
+        here = path.relative_to(SRC / "lab").parts[0].removesuffix(".py").replace("tokenizers", "data")
+        if here == "__init__":
+            continue
+        for name in imported(ast.parse(path.read_text())):
+            parts = name.split(".")
+            there = parts[2].replace("tokenizers", "data") if name.startswith("wellcond.lab.") else here
+            if there != here:
+                assert rows[there] <= rows[here], f"{path.relative_to(SRC)}: {here} may not import {there}"
+                arrows.add((here, there))
+    graph = {name: {there for here, there in arrows if here == name} for name in rows}
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a cycle
+
+
 def test_the_report_imports_no_training():
     for path in (SRC / "lab" / "report").glob("*.py"):
         for name in imported(ast.parse(path.read_text())):
             inside = name.removeprefix("wellcond.")
-            allowed = inside.startswith(("lab.report", "lab.run_records")) or inside.split(".")[0] in BASE
+            allowed = inside.startswith(("lab.report", "lab.records")) or inside.split(".")[0] in BASE
             assert not name.startswith("wellcond.") or allowed, name
 
 
@@ -94,7 +130,7 @@ def test_data_know_no_task():
 def test_solvers_know_no_concrete_operator(name):
     """A new operator edits no solver: what it knows it says by its gram and its hints."""
     tree = ast.parse((SRC / "jacobian" / f"{name}.py").read_text())
-    allowed = {f"wellcond.jacobian.{one}" for one in ("ends", "operator", "problem", "ranks", "records")}
+    allowed = {f"wellcond.jacobian.{one}" for one in ("ends", "operator", "problem", "ranks")}
     used = {one for one in imported(tree) if one.startswith("wellcond.jacobian")} - {"wellcond.jacobian"}
     assert used <= allowed
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
@@ -217,3 +253,30 @@ def test_a_missing_extra_names_its_install_line():
     for extra, count in (("vision", 1), ("text", 1), ("train", 1)):
         assert done.stdout.count(f"pip install 'wellcond[{extra}]'") == count
     assert done.returncode == 1 and "pip install 'wellcond[cli]'" in done.stderr
+
+
+TESTS = Path(__file__).parent
+MIRROR_NOTHING = {"contracts", "distributed", "export", "repository", "security"}
+"""What holds for every family, for two processes, for exported models, for the files of the repository, for input."""
+LATER = {"cli", "lab"}
+
+
+def is_mirrored(path):
+    """Whether a test lies where the module that it tests does.
+
+    The tests of `a/b.py` are `a/test_b.py`; more of them are `a/test_b_topic.py` or in a folder `a/b`.
+    """
+    folder, words = SRC / path.parent, path.stem.removeprefix("test_").split("_")
+    places = [folder / "_".join(words[:count]) for count in range(1, len(words) + 1)]
+    return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places) or (
+        folder.with_suffix(".py").is_file()
+    )
+
+
+FOLDERS = {path.name for path in TESTS.iterdir() if path.is_dir()}
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS - MIRROR_NOTHING - LATER - {"__pycache__"}))
+def test_tests_mirror_the_tree(folder):
+    tests = [path.relative_to(TESTS) for path in (TESTS / folder).rglob("test_*.py")]
+    assert [str(path) for path in tests if not is_mirrored(path)] == []

@@ -1,65 +1,52 @@
-"""The committed records make the committed tables, byte for byte, and are small."""
+"""The committed records are small, of recipes that load, and agree with what ships."""
 
 import json
 import re
-import shutil
 import subprocess
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
-from wellcond.lab.report.glue import rebuild_glue
-from wellcond.lab.report.page import build_report
-from wellcond.lab.reproduce.claims import judge_claims
-from wellcond.lab.reproduce.claims_page import claims_markdown
+from wellcond.lab.recipe import Recipe
+from wellcond.lab.records import leaves_of, load_comparisons
+from wellcond.lab.report.tuning import find_tuning
 
 RESULTS = Path(__file__).parents[1] / "results"
-COMPARISONS = sorted(path.parent for path in RESULTS.rglob("comparison.json"))
-GLUE = sorted(path.parent for path in RESULTS.rglob("glue.md"))
-MOST_BYTES = 12_000_000
+COMPARISONS = sorted(path for path in RESULTS.rglob("*.jsonl"))
+MOST_FILES, MOST_BYTES = 150, 6_000_000
 
 
-@pytest.mark.parametrize("folder", COMPARISONS, ids=lambda folder: str(folder.relative_to(RESULTS)))
-def test_records_make_the_tables(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("report"))
-    build_report(copy, pictures=False)
-    made = (copy / "report" / "report.md").read_bytes()
-    assert made == (folder / "report" / "report.md").read_bytes(), "run: wellcond report results --no-pictures"
-
-
-@pytest.mark.parametrize("folder", GLUE, ids=lambda folder: str(folder.relative_to(RESULTS)))
-def test_records_make_the_tables_of_glue(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("glue.*"))
-    rebuild_glue(copy)
-    assert (copy / "glue.md").read_bytes() == (folder / "glue.md").read_bytes()
-
-
-def test_the_records_are_small_and_hold_nothing_that_can_be_rebuilt():
+def test_records_are_few_and_small_and_hold_nothing_that_can_be_rebuilt():
     names = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "."],
         cwd=RESULTS, capture_output=True, text=True, check=True,
     ).stdout.split("\0")  # fmt: skip
     files = [RESULTS / name for name in names if name and (RESULTS / name).is_file()]
-    assert len(files) > 100 and sum(path.stat().st_size for path in files) < MOST_BYTES
-    rebuilt = [
-        path
-        for path in files
-        if path.suffix in (".csv", ".jsonl", ".html", ".svg", ".png") or "report" in path.relative_to(RESULTS).parts
-    ]
+    assert 50 < len(files) < MOST_FILES and sum(path.stat().st_size for path in files) < MOST_BYTES
+    drawn = {path.name for path in files if path.suffix in (".csv", ".html", ".svg", ".png")}
     pages = [RESULTS / name / "README.md" for name in (".", "evidence", "method")]
     shown = {Path(name).name for page in pages for name in re.findall(r"!\[.*?\]\((\S+)\)", page.read_text("utf-8"))}
-    assert len(shown) <= 8 and {path.name for path in rebuilt} == {"report.md"} | shown
+    assert drawn == shown and len(shown) <= 8 and not [path for path in files if "report" in path.parts]
 
 
-def test_records_make_the_verdicts_on_claims():
-    made = claims_markdown(judge_claims(RESULTS))
-    assert made == (RESULTS / "claims.md").read_text("utf-8"), "run: wellcond claims results"
+def test_every_stored_configuration_is_a_recipe_of_today():
+    configs = {}
+    for comparison in load_comparisons(RESULTS):
+        for run in comparison.runs:
+            config = {key: value for key, value in run.part("config").items() if key != "seed"}
+            configs.setdefault(json.dumps(config, sort_keys=True), (run.file, config))
+    assert len(configs) > 300
+    for file, config in configs.values():
+        recipe = Recipe.model_validate(config)
+        again = dict(leaves_of(recipe.config(recipe.method, 0)))
+        assert {path: again.get(path) for path, _ in leaves_of(config)} == dict(leaves_of(config)), file
 
 
 def test_links_of_claims_lead_to_the_records():
-    links = re.findall(r"\[table\]\(([^)]+)\)", (RESULTS / "claims.md").read_text("utf-8"))
+    links = re.findall(r"\[runs\]\(([^)]+)\)", (RESULTS / "claims.md").read_text("utf-8"))
     assert len(links) > 20 and all((RESULTS / link).is_file() for link in links)
 
 
@@ -71,8 +58,10 @@ FROZEN = "calibrated(positions=0.5)"
 @pytest.mark.parametrize("name", TUNED)
 def test_recipes_carry_the_rates_that_their_records_found(name):
     recipe, _ = load_recipe(name, scale="tiny")
-    search = json.loads((RESULTS.parent / recipe.tuned.record / "tuning.json").read_text("utf-8"))
-    found = {row["canonical"].replace(FROZEN, "calibrated"): row["best"]["values"] for row in search["methods"]}
+    [comparison] = load_comparisons(RESULTS.parent / recipe.tuned.record)
+    names = {row["label"]: row["canonical"].replace(FROZEN, "calibrated") for row in comparison.search["methods"]}
+    tuning = find_tuning(replace(comparison, methods=tuple(names)))
+    found = {names[method.label]: dict(method.best.values) for method in tuning.methods}
     assert recipe.tuned.values == {name: found[name] for name in recipe.tuned.values}
     assert {"default", "conditioned"} <= set(recipe.tuned.values)
 
@@ -80,6 +69,6 @@ def test_recipes_carry_the_rates_that_their_records_found(name):
 def test_the_recipe_of_the_demo_ships_its_search():
     recipe, _ = load_recipe("digits")
     assert {method.canonical() for method in recipe.methods} <= set(recipe.tuned.values)
-    search = json.loads((RESULTS.parent / recipe.tuned.record / "tuning.json").read_text("utf-8"))
-    shipped = resources.files("wellcond.lab") / "recipes" / "tiny" / "digits.tuning.json"
-    assert json.loads(shipped.read_text("utf-8")) == search
+    [comparison] = load_comparisons(RESULTS.parent / recipe.tuned.record)
+    shipped = json.loads((resources.files("wellcond.lab") / "recipes/tiny/digits.tuning.json").read_text("utf-8"))
+    assert find_tuning(replace(comparison, search=shipped)) == find_tuning(comparison)

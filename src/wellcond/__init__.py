@@ -38,13 +38,11 @@ if TYPE_CHECKING:
     from wellcond.doctor.diagnose import diagnose
     from wellcond.doctor.records import Diagnosis, Finding, LayerFacts, TokenFacts
     from wellcond.init.apply import init_, register_init
-    from wellcond.jacobian.records import JacobianSpectrum
+    from wellcond.jacobian.problem import JacobianSpectrum
     from wellcond.jacobian.spectrum import jacobian_spectrum
-    from wellcond.linalg.records import Spectrum
-    from wellcond.linalg.spectrum import spectrum
+    from wellcond.linalg.spectrum import Spectrum, spectrum
     from wellcond.measurement.measure import measure
-    from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport
-    from wellcond.measurement.run import MeasureSettings
+    from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport, MeasureSettings
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
     from wellcond.training.cap import SpectralCap
     from wellcond.training.clip import QKClip
@@ -125,12 +123,10 @@ _LAZY = {
     "doctor.records": ("Diagnosis", "Finding", "LayerFacts", "TokenFacts"),
     "init.apply": ("init_", "register_init"),
     "jacobian.spectrum": ("jacobian_spectrum",),
-    "linalg.spectrum": ("spectrum",),
+    "linalg.spectrum": ("Spectrum", "spectrum"),
     "measurement.measure": ("measure",),
-    "measurement.records": ("HeadReport", "LayerReport", "MeasurementReport"),
-    "measurement.run": ("MeasureSettings",),
-    "jacobian.records": ("JacobianSpectrum",),
-    "linalg.records": ("Spectrum",),
+    "measurement.records": ("HeadReport", "LayerReport", "MeasureSettings", "MeasurementReport"),
+    "jacobian.problem": ("JacobianSpectrum",),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
     "training.cap": ("SpectralCap",),
     "training.clip": ("QKClip",),

@@ -1,11 +1,13 @@
 """`wellcond train`, `compare`, `demo`, `report` and `recipes`, as a user runs them."""
 
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
@@ -46,19 +48,25 @@ def fails(wellcond):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("compared") / "digits"
-    done = run(command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES))
-    return folder, done
+    """The folder of a comparison, and what the command printed; a pool of processes is test_worker_pool's."""
+    folder, out, err = tmp_path_factory.mktemp("compared") / "digits", io.StringIO(), io.StringIO()
+    arguments = ["compare", "--recipe", "digits", "-o", folder, "--jobs", 1, *CHANGES]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 0, err.getvalue()
+    return folder, out.getvalue(), err.getvalue()
 
 
 def test_a_comparison_runs_everything_and_reports(compared):
-    folder, done = compared
+    folder, output, errors = compared
     assert {path.parent.name for path in folder.glob("*/seed*/run.json")} == {"seed0", "seed1"}
     for method in ("default", "conditioned"):
         for seed in (0, 1):
             assert record(folder / method / f"seed{seed}")["status"] == "finished"
-            assert f"{method}, seed {seed}: finished, accuracy" in done.stderr
-    assert "conditioned" in done.stdout and "report.html" in done.stdout
+            assert f"{method}, seed {seed}: finished, accuracy" in errors
+    assert "conditioned" in output and "report.html" in output
     assert (folder / "report/report.html").stat().st_size > 1e6
     assert "conditioned" in (folder / "report/report.md").read_text()
 
@@ -114,7 +122,7 @@ def without_times(text):
 
 @pytest.mark.slow
 def test_one_process_and_the_pool_write_the_same_numbers(compared, tmp_path):
-    folder, _ = compared
+    folder, *_ = compared
     run(command("train", "digits", "--method", "conditioned", "--seed", 1, "-o", tmp_path / "run", "-q", *CHANGES))
     for name in ("steps.jsonl", "conditioning.jsonl"):
         ours, theirs = ((place / name).read_text() for place in (tmp_path / "run", folder / "conditioned/seed1"))
@@ -122,7 +130,7 @@ def test_one_process_and_the_pool_write_the_same_numbers(compared, tmp_path):
 
 
 def test_report_rebuilds_the_same_bytes(compared, wellcond):
-    folder, _ = compared
+    folder, *_ = compared
     before = {path: path.read_bytes() for path in (folder / "report").rglob("*") if path.is_file()}
     code, output = wellcond("report", folder)
     assert code == 0 and "report.html" in output
@@ -186,7 +194,7 @@ def test_data_errors_end_a_comparison_at_once_and_name_the_file(fails, tmp_path)
 
 
 def test_other_settings_in_the_same_comparison_are_refused(compared, fails):
-    folder, _ = compared
+    folder, *_ = compared
     before = (folder / "comparison.json").read_bytes()
     told = fails("compare", "--recipe", "digits", "-o", folder, "--seeds", "2,3", *CHANGES, "--set", "optimizer.lr=0.1")
     lr = record(folder / "default/seed0")["config"]["optimizer"]["lr"]

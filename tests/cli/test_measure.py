@@ -329,12 +329,6 @@ def test_missing_extras_name_their_install_line(tmp_path):
     assert "wellcond[train]" in done.stdout and "wellcond[vision]" in done.stdout, done.stderr
 
 
-def test_progress_is_on_standard_error(file):
-    command = [sys.executable, "-m", "wellcond.cli.main", "measure", f"{file}:vit", "--layers", "0"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and "100%" in done.stderr and "100%" not in done.stdout
-
-
 def test_layer_names_are_not_markup(run, tmp_path):
     (tmp_path / "odd.py").write_text(
         "import torch\n"

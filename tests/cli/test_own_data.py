@@ -45,7 +45,7 @@ def test_a_flat_folder_is_split_and_the_recipe_fitted_to_it(pictures, compare, t
     assert written["data"]["train"] == 33 and written["data"]["evaluation"] == 3 and "test" not in written
     config = written["config"]
     assert config["training"]["batch_size"] == 8 and config["evaluation"]["test"] is None
-    assert config["task"]["image_size"] == 16  # 20 pixels, as far as patches divide them
+    assert config["task"]["image_size"] == 32  # 20 pixels, rounded up to what patches divide
 
 
 def run_in(place, pattern):
@@ -75,7 +75,7 @@ def fitted(pictures, *settings):
 def test_a_recipe_is_fitted_to_data_and_every_change_is_said(pictures):
     recipe, said = fitted(pictures)
     assert recipe.evaluation.test is None and recipe.training.batch_size == 8
-    assert recipe.task.image_size == 16
+    assert recipe.task.image_size == 32
     steps = recipe.training.length.in_steps(33 // 8)
     assert steps >= 300  # five epochs of the recipe are 20 updates, from which no model learns
     assert recipe.evaluation.every.in_steps(4) * 10 == steps

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.processes
 
 CHANGES = [part for override in SETTINGS for part in ("--set", override)]
 TESTED = ["--set", "evaluation={every: {steps: 8}, batch_size: 250, test: last}"]
+QUICK = ["--set", "training.length={steps: 8}", "--set", "tracking={weights_every: null, jacobian_points: 0}"]
 RATES = ["--tune", "optimizer.lr=1e-3,1e-2", "--tune-growth", "1", "--seeds", "3"]
 
 
@@ -30,7 +31,8 @@ def tuning_runs(folder):
     }
 
 
-def test_search_growth_interruption_and_test(run, hold, tmp_path):
+@pytest.mark.slow
+def test_an_interrupted_search_resumes_with_the_same_command(run, hold, tmp_path):
     held = ["--set", HELD, "--trust-local-code"]
     arguments = compare(tmp_path, *held)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -42,10 +44,14 @@ def test_search_growth_interruption_and_test(run, hold, tmp_path):
     begun = list(tmp_path.glob("tuning/*/*/*/run.json"))
     assert [record(path.parent)["status"] for path in begun] == ["interrupted"] * 2
     assert not list(tmp_path.glob("*/seed*"))
-
-    code, output = run(*arguments, "--jobs", 1)
-    assert code == 0 and "conditioned: optimizer.lr=0." in output
+    assert run(*arguments, "--jobs", 2)[0] == 0
     assert all(len(record(path.parent)["sessions"]) == 2 for path in begun)
+
+
+def test_search_growth_and_test(run, tmp_path):
+    arguments = [*compare(tmp_path), "--jobs", 1, *QUICK]
+    code, output = run(*arguments)
+    assert code == 0 and "conditioned: optimizer.lr=0." in output
 
     stored = json.loads((tmp_path / "tuning.json").read_text())
     scores = tuning_runs(tmp_path)
@@ -68,7 +74,7 @@ def test_search_growth_interruption_and_test(run, hold, tmp_path):
     assert all("test" not in record(path.parent) for path in tmp_path.glob("tuning/*/*/*/run.json"))
 
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
-    assert run(*arguments, "--jobs", 2)[0] == 0
+    assert run(*arguments)[0] == 0
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
 
 

@@ -29,7 +29,7 @@ def graph_of(program):
 
 
 # One model of each library by default, every pair in the slow suite.
-DEFAULT = [(name, "polar") for name in ("timm_vit", "hf_bert", "torch_encoder")]
+DEFAULT = [("timm_vit", "polar"), ("hf_bert", "polar")]
 PAIRS = [
     pytest.param(name, method, marks=() if (name, method) in DEFAULT else pytest.mark.slow)
     for name in CASES
@@ -95,6 +95,7 @@ def test_a_model_may_be_converted_within_folded(method):
     torch.testing.assert_close(doubled.float(), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_loaded_program_needs_no_wellcond(tmp_path):
     case = CASES["torch_encoder"]
     model = trained(case, "polar")

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
-from lab.helpers import make_recipe, tiny_bert, tiny_gpt2, tiny_vit
+from lab.helpers import tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import assert_same_run, logs, record, small_job, stop_after
 from wellcond import condition_, find_attention
 from wellcond.errors import RecipeError
@@ -53,13 +52,6 @@ def test_weights_of_queries_and_keys_move_as_with_another_rate(name, decay):
     for key, value in expected.named_parameters():
         torch.testing.assert_close(found.get_parameter(key), value, rtol=1e-5, atol=1e-6, msg=key)
     assert not torch.allclose(find_attention(found)[0].q.read(), find_attention(plain)[0].q.read())
-
-
-def test_groups_are_those_of_before_without_a_factor():
-    model = tiny_vit()
-    assert type(AdamW(lr=1).build(model)) is torch.optim.AdamW
-    groups = AdamW(lr=1, weight_decay=0.1).build(model).param_groups
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
 
 def muon_names(model):
@@ -142,9 +134,8 @@ def test_a_loaded_state_resumes_as_the_saved_one(settings):
         assert torch.equal(value, other.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("change", [MUON, "optimizer.qk_lr_factor=4"])
-def test_an_interrupted_run_resumes_to_the_same_files(change, tmp_path):
-    whole, parts = (small_job(tmp_path / name, "conditioned+balanced", change) for name in ("whole", "parts"))
+def test_an_interrupted_run_resumes_to_the_same_files(tmp_path):
+    whole, parts = (small_job(tmp_path / name, "conditioned+balanced", MUON) for name in ("whole", "parts"))
     assert run_job(whole)["status"] == "finished"
     assert stop_after(parts, 8)["status"] == "interrupted"
     assert run_job(parts)["status"] == "finished"
@@ -164,9 +155,3 @@ def test_models_without_blocks_are_refused():
         Muon(lr=1e-3).build(nn.Linear(2, 2))
     with pytest.raises(RecipeError, match="optimizer.qk_lr_factor"):
         AdamW(lr=1e-3, qk_lr_factor=2.0).build(nn.Linear(2, 2))
-
-
-def test_factors_and_rates_have_bounds():
-    for change in ({"qk_lr_factor": 0}, {"qk_lr_factor": -1}, {"name": "muon", "qk_lr_factor": 0}):
-        with pytest.raises(ValidationError):
-            make_recipe(optimizer={"name": "adamw", "lr": 1e-3} | change)

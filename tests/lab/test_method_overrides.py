@@ -9,7 +9,7 @@ from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
 from wellcond.lab.plan import plan_comparison, settings_hash, write_comparison
 from wellcond.lab.pool import run_jobs
 from wellcond.lab.recipe import config_hash, override_recipe
-from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.train.run import Job, run_job
 
 

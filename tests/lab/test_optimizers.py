@@ -54,11 +54,6 @@ def test_every_trainable_parameter_is_there_once(make, method):
     assert set(listed) == {id(p) for p in model.parameters() if p.requires_grad}
 
 
-def test_a_group_without_parameters_is_left_out():
-    assert [group["weight_decay"] for group in parameter_groups(nn.Linear(2, 2, bias=False), 0.1)] == [0.1]
-    assert [group["weight_decay"] for group in parameter_groups(nn.LayerNorm(2), 0.1)] == [0.0]
-
-
 def test_settings_reach_the_optimiser():
     adam = AdamW(lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3).build(nn.Linear(2, 2))
     first, second = adam.param_groups

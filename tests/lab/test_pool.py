@@ -9,7 +9,6 @@ import pytest
 
 from lab.held_runs import HELD
 from lab.small import record, small_job
-from wellcond.errors import WellcondError
 from wellcond.lab.pool import Dispatch, choose_workers, run_jobs
 from wellcond.lab.train.run import run_job
 
@@ -31,12 +30,6 @@ def test_nothing_is_handed_out_or_repeated_after_a_stop(tmp_path):
     dispatch.stop()
     dispatch.handle(running, ("lost", "its worker was lost"))
     assert not dispatch.waiting and dispatch.outcome.interrupted and not dispatch.outcome.failures
-
-
-def test_an_error_for_all_is_raised(tmp_path):
-    dispatch = Dispatch([small_job(tmp_path)], lambda *told: None)
-    with pytest.raises(WellcondError, match="no such data"):
-        dispatch.handle(dispatch.waiting[0], ("error for all", "no such data"))
 
 
 def test_complete_runs_need_no_worker_and_wrong_ones_are_told_at_once(tmp_path):

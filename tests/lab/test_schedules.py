@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -38,10 +38,8 @@ def test_one_cycle_equals_torch(anneal, num_steps, rise):
             scheduler.step()
 
 
-# Updates and warm-up of the Long Range Arena recipes for ListOps, text and images.
-@pytest.mark.parametrize(("num_steps", "warmup"), [(5000, 1000), (20000, 8000), (35000, 175)])
-def test_one_cycle_with_a_warm_up_in_steps_equals_torch(num_steps, warmup):
-    peak = 1e-4
+def test_one_cycle_with_a_warm_up_in_steps_equals_torch():
+    num_steps, warmup, peak = 5000, 1000, 1e-4
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, peak, total_steps=num_steps, pct_start=warmup / num_steps, anneal_strategy="linear",
@@ -59,10 +57,6 @@ def test_one_cycle_with_a_warm_up_in_steps_equals_torch(num_steps, warmup):
     # The peak is where torch has it: with the last update of the warm-up.
     assert found.index(max(found)) == warmup - 1 and found[0] == pytest.approx(peak / 25)
     assert found[-1] == pytest.approx(peak / 25 / 1e4)
-
-
-def test_one_cycle_leaves_the_momentum_alone_when_asked():
-    assert {point.beta1 for point in curve(9, name="one_cycle", cycle_momentum=False)} == {None}
 
 
 def test_cosine_equals_its_formula():
@@ -90,11 +84,6 @@ def test_cosine_equals_timm(warmup):
     for t, factor in enumerate(factors(40, name="cosine", start=0.05, end=0.01, **given)):
         scheduler.step_update(t)
         assert factor == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
-
-
-def test_constant_is_the_peak_after_the_warm_up():
-    assert factors(5, name="constant") == [1.0] * 5
-    assert factors(5, name="constant", warmup={"steps": 2}, start=0.5) == [0.5, 0.75, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("num_steps", "peak"), [(10, 0.5), (100, 0.2), (50, 0.9), (1000, 0.15)])
@@ -125,7 +114,6 @@ def test_steps_falls_at_each_milestone():
     ),
     num_steps=st.integers(1, 40),
 )
-@settings(max_examples=300, deadline=None)
 def test_no_schedule_leaves_the_range_from_zero_to_the_peak(fields, num_steps):
     assert all(-1e-12 <= factor <= 1 + 1e-12 for factor in factors(num_steps, **fields))
 
@@ -135,12 +123,6 @@ def test_a_warm_up_longer_than_the_run_only_rises(name):
     needed = {"milestones": [{"steps": 500}]} if name == "steps" else {}
     found = factors(4, name=name, warmup={"steps": 10}, **needed)
     assert found == pytest.approx([0, 0.1, 0.2, 0.3])
-
-
-@pytest.mark.parametrize("name", ["one_cycle", "triangular", "cosine", "constant"])
-def test_one_update_is_a_whole_run(name):
-    (only,) = factors(1, name=name)
-    assert 0 < only <= 1
 
 
 @pytest.mark.parametrize(

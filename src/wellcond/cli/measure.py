@@ -14,7 +14,7 @@ from wellcond.cli import app as cli
 from wellcond.cli.console import echo, echo_json, make_console
 from wellcond.errors import WellcondError, check_choice
 from wellcond.files import write_atomically
-from wellcond.jacobian.records import Convention
+from wellcond.jacobian.problem import Convention
 
 if TYPE_CHECKING:
     from torch import nn

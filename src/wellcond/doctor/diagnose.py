@@ -27,7 +27,7 @@ from wellcond.init.tokens import embedding_layers, embedding_spread, position_ta
 from wellcond.jacobian.diagnosis import map_statistics
 from wellcond.linalg.spectrum import spectrum
 from wellcond.measurement.measure import measure
-from wellcond.measurement.run import run_facts
+from wellcond.measurement.records import run_facts
 
 FIELDS: tuple[Field, ...] = ("tokens", "logits", "probabilities", "spread", "output", "stream")
 MOST_SAMPLES = 2

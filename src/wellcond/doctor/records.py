@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from wellcond.errors import DiagnosisError
-from wellcond.files import to_json
-from wellcond.linalg.records import restore
+from wellcond.files import restore, to_json
 from wellcond.measurement.records import make_frame
 
 SCHEMA = 1

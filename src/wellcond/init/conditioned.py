@@ -61,7 +61,7 @@ def warn_of_values(sites: Sequence[AttentionSite], options: Mapping[str, Any]) -
     return (
         f"W_V is set at scale 1, and {causal.name or 'the model'} is causal: an average of the past then outweighs "
         "the token that it is added to. A small GPT-2 had perplexity 56.6 with 'conditioned', 44.6 with it on Q and K "
-        f"alone and 45.7 by default (results/evidence/causal). Use {avoid}."
+        f"alone and 45.7 by default (results/evidence/causal.jsonl). Use {avoid}."
     )
 
 

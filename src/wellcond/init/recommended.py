@@ -21,7 +21,7 @@ EVIDENCE_WITHOUT_TOKENS = (
     "Without positions or words to scale nothing is shown for calibrated. gaussian, over the scale-true default: "
     "CIFAR-10 with XCiT from 30.7 to 32.9 %, with Swin from 25.5 to 26.4."
 )
-CAUSAL = "results/evidence/causal/report/report.md"
+CAUSAL = "results/evidence/causal.jsonl"
 RECORDED = {
     "lambda": (
         "lam = 10 has 21.1 % on digits and 18.1 on CIFAR-10, where the default without a correction has 91.2 and 31.2, "

@@ -10,14 +10,16 @@ from wellcond.lab.models.build import BUILDERS
 
 if TYPE_CHECKING:
     from wellcond.lab.comparison import Result, compare
+    from wellcond.lab.trial import Answer, try_
 
 BUILDERS["wellcond"] = build_architecture
 
-__all__ = ["Result", "compare"]
+__all__ = ["Answer", "Result", "compare", "try_"]
+_HOMES = {"Answer": "trial", "Result": "comparison", "compare": "comparison", "try_": "trial"}
 
 
 def __getattr__(name: str) -> Any:
     """Import what trains when it is first asked for."""
-    if name in __all__:
-        return getattr(importlib.import_module("wellcond.lab.comparison"), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"wellcond.lab.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

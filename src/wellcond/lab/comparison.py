@@ -24,8 +24,8 @@ from wellcond.lab.parts import OwnParts, choose_folder, join_parts
 from wellcond.lab.plan import plan_comparison, settle_methods, write_comparison
 from wellcond.lab.pool import JobObserver, Outcome, Pool, run_jobs
 from wellcond.lab.recipe import Recipe
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import Analysis, analyse
-from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report
 from wellcond.lab.report.statistics import compare_paired, describe_power
 from wellcond.lab.train.run import Job

@@ -31,7 +31,7 @@ from wellcond.errors import EvidenceWarning, NumericalWarning, RecipeError, Well
 from wellcond.init.apply import check_options, init_, takes_batch
 from wellcond.lab.models.changes import check_factors, scale_tokens_
 from wellcond.lab.settings import Settings, list_problems, plain_numbers, read_yaml
-from wellcond.lab.user_code import METHODS, apply_method
+from wellcond.lab.user_code import METHODS, apply_method, check_method
 from wellcond.registry import CORRECTIONS as CONDITIONS
 from wellcond.registry import INITIALISATIONS as INITS
 from wellcond.registry import check_names, check_values
@@ -85,8 +85,7 @@ class MethodSettings(Settings):
     def _exists(self) -> MethodSettings:
         check_choice("initialisation", self.init, sorted({*INITS, *METHODS}))
         if self.init in METHODS:
-            check_names(METHODS[self.init], self.init, self.init_options)
-            check_values(METHODS[self.init], self.init, self.init_options)
+            check_method(self.init, self.init_options)
         elif self.init == "default" and self.library:
             if self.init_options != {"library": True}:
                 raise ValueError("default(library=true) takes no other value and no other option")

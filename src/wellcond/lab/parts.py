@@ -217,21 +217,15 @@ def _lengthened(recipe: Recipe, per_epoch: int, say: Callable[[str], Any]) -> Re
 
 
 def choose_size(recipe: Recipe, data: Data, model: Any, say: Callable[[str], Any]) -> int:
-    """Side of the images: what the model is made for, or else that of the images, up to `LARGEST_SIDE`."""
+    """Side of the images: their own, rounded up to what patches divide (16), up to what the model is made for."""
     first = data.train[0]["image"]
     sides = tuple(first.shape[-2:]) if isinstance(first, torch.Tensor) else first.size
-    own = min(sides)
-    native = None if model is None else native_size(model, recipe.model.arguments)
-    if native is not None:
-        size, reason = native, "which the model is made for"
-    else:
-        most = LARGEST_SIDE if recipe.scale == "tiny" else 10**6
-        size = min(own, most)
-        size = size if size < 16 else size // 16 * 16
-        reason = "a multiple of 16" if size != own else "as they are"
-    former = getattr(recipe.task, "image_size", None)
-    if size != former or size != own:
-        say(f"note: task.image_size={size}, {reason}; the images have {sides[0]} x {sides[1]} pixels")
+    most = None if model is None else native_size(model, recipe.model.arguments)
+    if most is None:
+        most = LARGEST_SIDE if recipe.scale == "tiny" else max(sides)
+    size = min(math.ceil(min(sides) / 16) * 16, most)
+    if size != getattr(recipe.task, "image_size", None) or (size, size) != sides:
+        say(f"note: task.image_size={size}; the first image has {sides[0]} x {sides[1]} pixels")
     return size
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from wellcond.errors import FairnessWarning, RecipeError, RunError
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.recipe import Recipe, config_hash, override_recipe
-from wellcond.lab.run_records import SCHEMA
+from wellcond.lab.records import SCHEMA
 from wellcond.lab.train.run import Job, describe_change
 from wellcond.lab.train.run_folder import RunFolder, read_sealed, write_sealed, writing
 
@@ -48,14 +48,12 @@ def settings_hash(recipe: Recipe) -> str:
 
 
 def check_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    """comparison.json, if any; RunError if it is of another recipe, or under other settings, or a packed one."""
+    """comparison.json, if any; RunError if it is of another recipe, or under other settings."""
     path = folder / "comparison.json"
     if not path.exists():
         return {"methods": [], "seeds": []}
     former, settings = read_comparison(path), settings_hash(recipe)
-    if "shared" in former:
-        problem = "packed records, which cannot be resumed; pack what ran in the other one there: wellcond pack"
-    elif (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
+    if (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
         problem = f"a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} ({recipe.scale})"
     elif former.get("settings_hash", settings) != settings:
         problem = f"a comparison of {recipe.name} under other settings"

@@ -18,10 +18,9 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.plan import settings_hash
 from wellcond.lab.pool import Outcome
 from wellcond.lab.recipe import PARTS, Recipe, TrackingSettings, override_recipe
-from wellcond.lab.report.records import Metric
+from wellcond.lab.records import SCHEMA, Metric
 from wellcond.lab.report.table import number
 from wellcond.lab.report.tuning import KIND, NAME, TunedPoint
-from wellcond.lab.run_records import SCHEMA
 from wellcond.lab.settings import list_problems, plain_numbers
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import read_sealed, write_sealed

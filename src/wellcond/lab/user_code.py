@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from wellcond.errors import OptionError, RecipeError
-from wellcond.registry import CORRECTIONS, INITIALISATIONS
+from wellcond.registry import CORRECTIONS, INITIALISATIONS, check_names, check_values
 
 MODELS: dict[str, Callable[..., Any]] = {}
 """Functions that return a model, by the name after ``python:`` in `model.name`."""
@@ -123,6 +123,14 @@ def choose_arguments(
     if takes_any and not chosen:
         chosen = dict(next(iter(offered.values())))
     return chosen | dict(given)
+
+
+def check_method(name: str, options: Mapping[str, Any]) -> None:
+    """Raise OptionError for options that a user's method does not take, or that are missing or of another type."""
+    function = METHODS[name]
+    own = {key: value for key, value in options.items() if key not in GIVEN}
+    check_names(function, name, {**own, **{key: None for key in GIVEN if key in takes(function)[0]}})
+    check_values(function, name, own)
 
 
 def apply_method(function: Callable[..., Any], model: Any, options: Mapping[str, Any], given: Mapping[str, Any]) -> Any:

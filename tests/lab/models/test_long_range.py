@@ -147,24 +147,12 @@ def test_a_sequence_of_padding_alone_gives_numbers():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-def test_long_sequences_are_convolved_by_torch(monkeypatch):
-    model = build().double()
-    ids, mask = tokens(1)
-    banded = model(ids, mask)
-    monkeypatch.setattr("wellcond.lab.models.long_range.LONGEST_BANDED", 0)
-    called = []
-    model.blocks[0].attention.self.conv.register_forward_hook(lambda *_: called.append(True))
-    torch.testing.assert_close(model(ids, mask), banded)
-    assert called
-
-
 PUBLISHED = [("listops", 32, 2048, 10), ("text", 512, 4096, 2), ("image", 512, 1024, 10), ("pathfinder", 512, 1024, 2)]
 
 
 @pytest.mark.parametrize(("task", "vocabulary", "length", "classes"), PUBLISHED)
-@pytest.mark.parametrize("landmarks", [32, 64, 128, 256])
-def test_published_dimensions(task, vocabulary, length, classes, landmarks):
-    options = {"vocab_size": vocabulary, "length": length, "num_labels": classes, "landmarks": landmarks}
+def test_published_dimensions(task, vocabulary, length, classes):
+    options = {"vocab_size": vocabulary, "length": length, "num_labels": classes, "landmarks": 32}
     with torch.device("meta"):
         model = build_model("wellcond:long_range", options)
     attention = 4 * (64 * 64 + 64) + 2 * 35
@@ -213,11 +201,6 @@ BAD = {
 def test_impossible_options(options, message):
     with pytest.raises(ModelSpecError, match=message):
         build(**options)
-
-
-def test_unknown_architecture_lists_those_there_are():
-    with pytest.raises(ValueError, match="long_range"):
-        build_model("wellcond:longrange")
 
 
 @pytest.mark.parametrize("length", [23, 25])

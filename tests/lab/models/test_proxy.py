@@ -6,7 +6,6 @@ import pytest
 import timm
 import torch
 import transformers
-from torch import nn
 
 from lab.helpers import make_recipe
 from lab.small import small_job
@@ -110,10 +109,13 @@ def test_every_matrix_of_the_blocks_has_the_scale_of_the_large_model(build, smal
     ("real", "build"),
     [
         (lambda: timm.create_model("vit_base_patch16_224"), lambda: vit(embed_dim=64, num_heads=4, depth=12)),
-        (lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64)), lambda: gpt2(64, layers=12)),
-        (lambda: transformers.BertModel(transformers.BertConfig(vocab_size=64)), lambda: bert(64)),
+        pytest.param(
+            lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64)),
+            lambda: gpt2(64, layers=12),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["ViT-B", "GPT-2", "BERT"],
+    ids=["ViT-B", "GPT-2"],
 )
 def test_the_roles_have_the_scale_of_the_published_size(real, build):
     small = build()
@@ -125,16 +127,6 @@ def test_the_roles_have_the_scale_of_the_published_size(real, build):
         expected = scale(other.read(), other.in_features)
         assert scale(slot.read(), slot.in_features) == pytest.approx(expected, rel=0.06), role
     assert scale(site.q.read(), 64) == pytest.approx(0.02 * math.sqrt(768), rel=0.06)
-
-
-def test_one_wild_entry_of_a_truncated_normal_does_not_hide_its_rule():
-    model = vit(embed_dim=64, num_heads=4)
-    weight = model.blocks[0].mlp.fc2.weight
-    with torch.no_grad():
-        weight[3, 5] = -2.0  # seen at width 256: trunc_normal_ of timm gives its bound once in some million entries
-    before = weight[0, 0].item()
-    scale_true_(model, 768)
-    assert weight[0, 0].item() == pytest.approx(before * math.sqrt(768 / 64), rel=1e-6)
 
 
 def test_the_rule_of_depth_stays_the_small_models_own():
@@ -160,13 +152,6 @@ def test_patch_merging_between_stages_belongs_to_the_blocks():
     assert names["layers.1.downsample.reduction.weight"] == 2.0
 
 
-def test_a_head_in_the_same_list_as_the_blocks_stays():
-    body = vit(embed_dim=64, num_heads=4)
-    model = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 2))
-    names = set(scale_true_(model, 768))
-    assert names and all(name.startswith("1.blocks.") for name in names)
-
-
 def test_weights_of_no_known_rule_are_refused_and_nothing_changes():
     model = vit(embed_dim=64, num_heads=4)
     with torch.no_grad():
@@ -175,11 +160,6 @@ def test_weights_of_no_known_rule_are_refused_and_nothing_changes():
     with pytest.raises(RecipeError, match=r"blocks\.1\.mlp\.fc2\.weight has standard deviation 0\.0[23].* none of"):
         scale_true_(model, 768)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_model_without_attention_is_refused():
-    with pytest.raises(RecipeError, match="the width of Sequential cannot be told"):
-        scale_true_(nn.Sequential(nn.Linear(4, 4)), 768)
 
 
 def test_trained_weights_are_refused():

@@ -8,7 +8,7 @@ import transformers
 from lab.helpers import same_state, tiny_bert, tiny_gpt2, tiny_vit
 from wellcond.attention.effective import is_conditioned
 from wellcond.errors import RecipeError
-from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
+from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model
 from wellcond.lab.models.changes import scale_tokens_
 
@@ -128,11 +128,6 @@ def test_positions_without_weights_are_refused_and_nothing_changes(build):
     assert same_state(model.state_dict(), before)
 
 
-def test_a_model_without_embeddings_is_refused():
-    with pytest.raises(RecipeError, match="expected learned embeddings in MultiheadAttention, found none; leave"):
-        scale_tokens_(torch.nn.MultiheadAttention(8, 2), {"embeddings": 2.0})
-
-
 @pytest.mark.parametrize(
     "text", ["tokens(positions=25)+conditioned+balanced", "conditioned+balanced+tokens(positions=25)"]
 )
@@ -155,14 +150,6 @@ def test_the_text_is_canonical():
     assert MethodSettings(tokens={"positions": 25}).label == "tokens(positions=25)"
     assert MethodSettings(tokens={"positions": 1.0}).label == "default"
     assert MethodSettings.model_validate("tokens(positions=2)+default(library=true)").library
-
-
-def test_methods_that_differ_in_their_tokens_are_different():
-    methods = parse_methods("default,tokens(positions=25),tokens(positions=5),tokens(positions=5)+gaussian")
-    assert len({method.slug for method in methods}) == 4
-    labelled = [MethodSettings(label="strong default", tokens={"positions": 25}), methods[1]]
-    with pytest.raises(RecipeError, match="are the same"):
-        check_distinct(labelled)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import gather, render_page
 
 ACCURACY = {"name": "accuracy", "higher_is_better": True, "percent": True}

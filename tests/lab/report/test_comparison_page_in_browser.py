@@ -6,7 +6,7 @@ import pytest
 
 from lab.report.fake_runs import page_of, usual_methods, write_comparison
 from patience import PATIENCE, wait_until
-from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.records import load_comparisons
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("plotly")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lab.report.fake_runs import PERPLEXITY, STEPS_PER_EPOCH, FakeMethod, write_comparison
-from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.match import match_method, match_unit, show_match
 
 

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from lab.report.fake_runs import PERPLEXITY, FakeMethod, page_of, usual_methods, write_comparison
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import analyse, bottom_line, find_findings, step_ratios
 from wellcond.lab.report.figures import build_figures
-from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import gather, render_markdown, render_page
 from wellcond.lab.report.tables import build_tables, summary_table
 

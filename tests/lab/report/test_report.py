@@ -13,9 +13,9 @@ import pytest
 from lab.report.fake_runs import PERPLEXITY, FakeMethod, page_of, points_of, usual_methods, write_comparison, write_run
 from wellcond import pages
 from wellcond.errors import MissingExtraError
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import COLUMNS, build_figures, write_csv
-from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
 from wellcond.lab.report.plots import draw_static, log_range
 from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns

@@ -7,8 +7,8 @@ import pytest
 from scipy import stats
 
 from lab.report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import analyse, required_pairs
-from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.statistics import (
     Summary,
     compare_paired,

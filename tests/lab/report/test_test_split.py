@@ -7,9 +7,9 @@ import pytest
 
 from lab.report.fake_runs import PERPLEXITY, FakeMethod, page_of, points_of, usual_methods, write_comparison
 from wellcond.errors import RunRecordError
+from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import analyse, bottom_line
 from wellcond.lab.report.figures import build_figures
-from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report, gather, render_markdown
 from wellcond.lab.report.statistics import compare_paired, holm
 from wellcond.lab.report.tables import build_tables

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from wellcond.lab.report.records import Metric
+from wellcond.lab.records import Metric
 from wellcond.lab.report.statistics import (
     compare_paired,
     correct,

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from wellcond.errors import UnknownChoiceError
-from wellcond.lab.report.records import setting_differences
+from wellcond.lab.records import setting_differences
+from wellcond.lab.reproduce.beside_paper import outcome_tables
 from wellcond.lab.reproduce.catalogue import SCALES, catalogue, find_entry
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, find_study, study_name
@@ -21,7 +22,7 @@ IDS = [
     *(f"A-{name}" for name in ABLATIONS),
 ]
 RESULTS = Path(__file__).parents[3] / "results"
-WITHOUT_RECORDS = {"C-T2", "C-T8", "C-T10", "C-T11", "C-T12", "C-T13", "S-T10"}
+WITHOUT_RECORDS = {"C-T8", "C-T10", "C-T11", "C-T12", "C-T13", "S-T10", "C-T3", "S-T2"}
 NUMBERS_ELSEWHERE = {"ImageNet-21k + default"}
 """Rows of the papers that cannot be run."""
 OWN_METRICS = {"", "step_ratio", "peak_memory"}
@@ -156,6 +157,13 @@ def test_at_scale_tiny_an_id_runs_what_its_records_ran(id):
                 assert core_differences(plan, stored.comparison) == [], (name, variant)
                 compared += 1
     assert compared or id in WITHOUT_RECORDS
+
+
+def test_the_table_of_small_image_sets_shows_the_records_there_are():
+    [table] = outcome_tables("C-T2", ENTRIES["C-T2"], "tiny", Collection(RESULTS, committed=True))
+    counts = {(row["column"], row["row"]): row.get("n", 0) for row in table.values}
+    assert {column for (column, _), count in counts.items() if count} == {"Pets", "CIFAR-10"}
+    assert {count for (column, _), count in counts.items() if column in ("Pets", "CIFAR-10")} == {10}
 
 
 def test_another_recipe_or_setting_than_that_of_the_records_would_be_found():

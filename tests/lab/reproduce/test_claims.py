@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lab.report.fake_runs import PERPLEXITY, FakeMethod, write_comparison
+from wellcond.lab.records import Metric
 from wellcond.lab.report.analysis import HeadTable
-from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import compare_paired, correct
 from wellcond.lab.reproduce.catalogue import catalogue
 from wellcond.lab.reproduce.claims import (

@@ -14,7 +14,7 @@ from lab.small import Killed, kill_at_write, record, run, train_command
 from lab.tasks.test_tasks import make_task
 from wellcond.errors import RunError
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.run_records import seal
+from wellcond.lab.records import seal
 from wellcond.lab.tasks.language_modelling import LanguageModelling, generate_text
 from wellcond.lab.tokenizers import ByteTokenizer
 from wellcond.lab.train.checkpoint import last_checkpoint, read_tensors

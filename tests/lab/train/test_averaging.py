@@ -68,17 +68,3 @@ def test_a_conditioned_model_runs_on_its_average():
         with average.in_place():
             assert torch.equal(model(image), start)
         assert torch.equal(model(image), moved) and not torch.equal(moved, start)
-
-
-def test_its_state_goes_round():
-    model = tiny_vit()
-    average = WeightAverage(model, 0.7)
-    shake(model)
-    average.update()
-    state = {name: value.clone() for name, value in average.state.items()}
-    other = WeightAverage(tiny_vit(), 0.7)
-    assert not same_state(other.state, state)
-    other.load_(state)
-    assert same_state(other.state, state)
-    with pytest.raises(KeyError):
-        other.load_({})

@@ -2,8 +2,7 @@
 
 import pytest
 
-from lab.small import assert_same_run, record, small_job, small_recipe, stop_after
-from wellcond.errors import RecipeError
+from lab.small import assert_same_run, record, small_job, stop_after
 from wellcond.lab.train.length import ramped_parts
 from wellcond.lab.train.run import run_job
 
@@ -34,9 +33,3 @@ def test_an_interrupted_run_resumes_with_the_same_samples(tmp_path):
     assert stop_after(job, 4)["status"] == "interrupted"
     run_job(job)
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
-
-
-@pytest.mark.parametrize("share", [0, -0.5, 1.5])
-def test_impossible_shares(share):
-    with pytest.raises(RecipeError, match="batch_ramp"):
-        small_recipe(f"training.batch_ramp={share}")

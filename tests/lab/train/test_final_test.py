@@ -48,7 +48,11 @@ def best_file(folder):
 
 @pytest.mark.parametrize(
     ("overrides", "file"),
-    [((), "model"), ((AVERAGED,), "average"), pytest.param((BESIDE,), "model", marks=pytest.mark.slow)],
+    [
+        ((), "model"),
+        pytest.param((AVERAGED,), "average", marks=pytest.mark.slow),
+        pytest.param((BESIDE,), "model", marks=pytest.mark.slow),
+    ],
     ids=["plain", "avg", "beside"],
 )
 def test_what_is_tested_is_what_was_best(tmp_path, overrides, file):
@@ -80,7 +84,7 @@ def test_the_kept_weights_give_the_score_again(unbroken):
     assert set(kept) == {"step", "epoch", "weights", *values}
 
 
-@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 12 != 1)) for n in range(1, 48)])
+@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 24 != 13)) for n in range(1, 48)])
 def test_a_run_stopped_at_any_write_ends_with_the_same_test(unbroken, tmp_path, monkeypatch, moment):
     folder = tmp_path / "run"
     kill_at_write(monkeypatch, moment, job_with_test(folder))
@@ -105,14 +109,6 @@ def test_a_run_stopped_while_it_is_tested_is_tested_again(unbroken, tmp_path, mo
     run_job(job_with_test(folder))
     assert record(folder)["sessions"][-1]["resumed_at_step"] == 24
     assert_same_run(unbroken, folder)
-
-
-def test_averages_are_kept_over_an_interruption(tmp_path):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run_job(job_with_test(whole, AVERAGED))
-    stop_after(job_with_test(broken, AVERAGED), 9)
-    run_job(job_with_test(broken, AVERAGED))
-    assert_same_run(whole, broken)
 
 
 def test_best_weights_that_are_gone_are_missed_before_training_resumes(tmp_path):
@@ -182,11 +178,6 @@ def test_evaluations_may_use_the_first_samples_only(tmp_path):
     # 17 samples: every accuracy is a number of seventeenths, the final one too
     for row in [*logs(tmp_path / "run")["evaluations"], found["final"]]:
         assert row["accuracy"] * 17 == pytest.approx(round(row["accuracy"] * 17), abs=1e-9)
-
-
-def test_more_samples_than_there_are_is_all_of_them(tmp_path, unbroken):
-    run_job(job_with_test(tmp_path / "run", "evaluation.samples=1000"))
-    assert logs(tmp_path / "run")["evaluations"] == logs(unbroken)["evaluations"]
 
 
 def test_the_command_line_tells_the_score(tmp_path, unbroken, monkeypatch, capsys):

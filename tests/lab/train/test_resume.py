@@ -36,7 +36,7 @@ def test_a_killed_run_resumes_to_the_same_files_bit_for_bit(unbroken, hold, tmp_
     assert_same_run(unbroken, folder)
 
 
-@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 4 != 0)) for n in range(39)])
+@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 8 != 0)) for n in range(39)])
 def test_a_run_stopped_at_any_write_resumes_to_the_same_files(unbroken, tmp_path, monkeypatch, moment):
     """Moments at which a file is about to be flushed or put in place."""
     folder = tmp_path / "run"
@@ -77,22 +77,6 @@ def test_ctrl_c_saves_the_step_and_the_run_resumes_to_the_same_end(unbroken, tmp
     assert_same_run(unbroken, folder)
 
 
-def test_lost_lines_are_noticed(tmp_path):
-    folder = tmp_path / "run"
-    stop_after(small_job(folder), 16)
-    (folder / "evaluations.jsonl").write_text("")
-    with pytest.raises(RunError, match=r"evaluations\.jsonl: lines were lost or changed"):
-        run_job(small_job(folder))
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path):
-    folder = tmp_path / "run"
-    stop_after(small_job(folder), 8)
-    (folder / "checkpoints/step-00000008/model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(RunError, match="step-00000008 is damaged"):
-        run_job(small_job(folder))
-
-
 def test_averages_resume_exactly(tmp_path):
     overrides = ("training.averaging={decay: 0.9}", "training.clip_norm=1.0", "training.accumulate=2")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -101,12 +85,6 @@ def test_averages_resume_exactly(tmp_path):
     run_job(small_job(broken, "polar", *overrides))
     assert_same_run(whole, broken)
     assert "average.safetensors" in last_weights(whole)
-
-
-def test_ctrl_c_is_heard_even_if_every_step_is_saved(tmp_path):
-    folder = tmp_path / "run"
-    assert stop_after(small_job(folder, "polar", "checkpoint.every.steps=1"), 8)["status"] == "interrupted"
-    assert record(folder)["progress"]["step"] == 8
 
 
 def test_ctrl_c_in_the_last_step_of_a_run_ends_the_comparison(tmp_path):

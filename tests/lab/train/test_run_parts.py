@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +18,6 @@ from wellcond.lab.train.length import (
     StopFlag,
     TrainState,
     check_loss,
-    peak_memory,
-    reset_peak_memory,
 )
 from wellcond.lab.train.run import describe_session, has_free_cores, num_cores
 
@@ -46,36 +43,6 @@ def test_the_clock_counts_each_activity(monkeypatch):
     now[0] = 16.0
     expected = {"setup": 1.0, "training": 3.0, "evaluation": 4.0, "measuring": 8.0, "checkpointing": 0.0}
     assert clock.now() == expected == clock.now()
-
-
-def test_queued_work_counts_for_what_queued_it(monkeypatch):
-    now, queued = [0.0], [0.0]
-    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
-
-    def synchronize():
-        now[0] += queued[0]
-        queued[0] = 0.0
-
-    clock = RunClock()
-    clock.synchronize = synchronize
-    clock.switch("training")
-    queued[0] = 5.0  # updates that the device has not come to yet
-    assert clock.now()["training"] == 0.0 and queued[0] == 5.0  # a look at the time does not wait for them
-    with clock.spent_on("evaluation"):
-        now[0] += 1.0
-        queued[0] = 2.0
-    expected = {"setup": 0.0, "training": 5.0, "evaluation": 3.0, "measuring": 0.0, "checkpointing": 0.0}
-    assert clock.now() == expected
-
-
-def test_only_a_device_with_a_queue_is_waited_for():
-    RunClock(torch.device("cpu")).synchronize()
-    wait = RunClock(torch.device("cuda", 0)).synchronize
-    if torch.cuda.is_available():
-        wait()
-    else:
-        with pytest.raises((RuntimeError, AssertionError)):
-            wait()
 
 
 def test_a_session_is_alone_where_its_threads_have_cores(monkeypatch):
@@ -135,31 +102,9 @@ def test_the_first_signal_sets_the_stop_flag(number):
     assert signal.getsignal(number) is former
 
 
-def test_other_threads_do_not_touch_the_handlers():
-    seen = []
-
-    def work():
-        with StopFlag().listening() as stop:
-            seen.append((stop.requested, signal.getsignal(signal.SIGINT)))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [(False, signal.getsignal(signal.SIGINT))]
-
-
 def test_a_session_names_versions_and_no_person_or_place():
     session = describe_session(machine(num_processes=2, mixed_precision="bf16"), 5)
     assert session["torch"] == torch.__version__ and session["packages"]["timm"]
     assert (session["processes"], session["precision"], session["resumed_at_step"]) == (2, "bf16", 5)
     text = json.dumps(session)
     assert os.path.expanduser("~") not in text and os.uname().nodename not in text and os.getcwd() not in text
-
-
-def test_peak_memory_follows_what_is_used():
-    device = torch.device("cpu")
-    reset_peak_memory(device)
-    before = peak_memory(device)
-    block = torch.ones(30_000_000)
-    assert peak_memory(device) - before > 60_000_000
-    del block

@@ -50,7 +50,7 @@ def children(process):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="asks Linux for the processes of a process")
-@pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_run_with_workers_is_saved_and_resumes_to_the_same_end(settings, unbroken, hold, tmp_path, number):
     folder = tmp_path / "run"
     arguments = [*train_command(folder, METHOD, *settings, "training.workers=2"), "--trust-local-code"]

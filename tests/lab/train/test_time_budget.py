@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lab.small import command, record, run, small_job, small_recipe, stop_after, train_command
-from wellcond.lab.optimizers import Triangular
-from wellcond.lab.run_records import seal
+from wellcond.lab.records import seal
 from wellcond.lab.train.length import RunClock, TimeBudget
 from wellcond.lab.train.run import run_job
 
@@ -66,15 +65,6 @@ def test_schedule_follows_the_time_or_the_updates_whichever_is_further():
     clock.training = 1800
     budget.look()
     assert budget.steps_expected(10, 100) == 40 and budget.steps_expected(30, 100) == 100
-
-
-def test_triangle_of_the_release():
-    """Crammed BERT's budget-triangle2: from a quarter of the peak up until three quarters of the time, then down."""
-    steps = 4000
-    schedule = Triangular(peak=0.75, begin=0.25)
-    for t in range(0, steps, 7):
-        share = t / steps
-        assert schedule.point(t, steps, 10).factor == pytest.approx(min(0.25 + share, 4 - 4 * share), abs=2 / steps)
 
 
 def test_training_ends_with_the_time(tmp_path, ticking):

@@ -10,13 +10,11 @@ from lab.small import TESTED, assert_same_run, kill_at_write, record, small_job,
 from wellcond.errors import RunError, WellcondError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.plan import read_comparison, write_comparison
-from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.records import load_comparisons, read_json
 from wellcond.lab.report.page import build_report
-from wellcond.lab.report.records import read_json
 from wellcond.lab.train import evaluate
 from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunFolder
 
 LOGS = ("steps.jsonl", "evaluations.jsonl", "conditioning.jsonl")
 TENSORS = ("model.safetensors", "optimizer.safetensors", "best.safetensors", "average.safetensors")
@@ -62,7 +60,7 @@ def refusal(error, path):
     return text
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("name", FILES)
 def test_flipped_bits_of_an_interrupted_run(finished, interrupted, tmp_path, name, number):
     folder = shutil.copytree(interrupted, tmp_path / "run")
@@ -86,7 +84,7 @@ def outcome(folder):
     return {name: kept.get(name) for name in ("status", "final", "best", "test", "seconds")}, made
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("name", ("run.json", *LOGS))
 def test_flipped_bits_of_a_finished_run(finished, tmp_path, name, number):
     root = finished.parents[1]
@@ -112,17 +110,6 @@ def test_truncated_files_of_an_interrupted_run(interrupted, tmp_path, name, kept
     with pytest.raises(RunError) as caught:
         run_job(job_in(folder))
     refusal(caught.value, path)
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_zeroed_bytes_of_a_checkpoint_are_refused(interrupted, tmp_path, name):
-    folder = shutil.copytree(interrupted, tmp_path / "run")
-    path = find(folder, name)
-    content = path.read_bytes()
-    path.write_bytes(content[:-64] + bytes(64))
-    with pytest.raises(RunError) as caught:
-        run_job(job_in(folder))
-    assert name in refusal(caught.value, path)
 
 
 def test_checkpoints_of_two_runs_that_were_swapped_are_refused(interrupted, tmp_path):
@@ -159,7 +146,7 @@ def test_records_of_two_runs_that_were_swapped_are_refused(finished, tmp_path):
         run_job(job_in(root / "conditioned/seed0"))
 
 
-@pytest.mark.parametrize("value", [1.7, -0.1, None, "0.9", "nan", float("nan"), True, []])
+@pytest.mark.parametrize("value", [1.7, None, "nan", True])
 @pytest.mark.parametrize("entry", ["final", "best", "test"])
 @pytest.mark.parametrize("checksum", [True, False], ids=["with checksum", "without"])
 def test_an_edited_score_is_refused_everywhere(finished, tmp_path, entry, value, checksum):
@@ -177,15 +164,6 @@ def test_an_edited_score_is_refused_everywhere(finished, tmp_path, entry, value,
         assert checksum or f"{entry}.accuracy" in text
 
 
-def test_a_missing_score_is_refused(finished, tmp_path):
-    folder = shutil.copytree(finished, tmp_path / "run")
-    stored = json.loads((folder / "run.json").read_text())
-    del stored["checksum"], stored["final"]["accuracy"]
-    (folder / "run.json").write_text(json.dumps(stored))
-    with pytest.raises(RunError, match=r"run\.json.*final\.accuracy.*missing.*\n.*elete"):
-        run_job(job_in(folder))
-
-
 def test_an_edited_score_within_its_range_is_refused(finished, tmp_path):
     """Without a checksum, as older versions wrote records, the log of evaluations still speaks against it."""
     root = shutil.copytree(finished.parents[1], tmp_path / "digits")
@@ -198,13 +176,6 @@ def test_an_edited_score_within_its_range_is_refused(finished, tmp_path):
     path.write_text(json.dumps({key: value for key, value in stored.items() if key not in ("checksum", "logs")}))
     with pytest.raises(WellcondError, match=r"run\.json.*0\.123.*evaluations\.jsonl"):
         build_report(root, pictures=False)
-
-
-def test_a_record_may_be_indented_differently(finished, tmp_path):
-    folder = shutil.copytree(finished, tmp_path / "run")
-    stored = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(stored, indent=7, sort_keys=True))
-    assert RunFolder(folder).read_record()["final"] == stored["final"]
 
 
 def test_a_checkpoint_that_lists_files_elsewhere_is_refused(interrupted, tmp_path):
@@ -220,20 +191,6 @@ def test_a_checkpoint_that_lists_files_elsewhere_is_refused(interrupted, tmp_pat
     refusal(caught.value, path)
 
 
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("name", ("run.json", *LOGS))
-def test_flipped_bits_of_an_interrupted_run_in_a_report(interrupted, tmp_path, name, number):
-    expected = shown(interrupted)
-    folder = shutil.copytree(interrupted, tmp_path / "run")
-    flip(folder / name, random.Random(f"report {name} {number}"), count=1 + number // 2)
-    try:
-        found = shown(folder)
-    except WellcondError as error:
-        refusal(error, folder / name)
-    else:
-        assert found == expected
-
-
 def shown(folder):
     """What a report takes from a run."""
     [run] = load_comparisons(folder)[0].runs
@@ -241,7 +198,7 @@ def shown(folder):
     return kept, run.steps, run.evaluations, run.conditioning
 
 
-@pytest.mark.parametrize("moment", range(6))
+@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(6)])
 def test_a_run_killed_while_it_resumes_can_still_be_reported(tmp_path, monkeypatch, moment):
     """Its record may speak of more lines than the checkpoint, which resuming cuts off."""
     job = small_job(tmp_path / "run", "conditioned")
@@ -257,7 +214,7 @@ def test_a_run_killed_while_it_resumes_can_still_be_reported(tmp_path, monkeypat
     assert kept["status"] in ("failed", "running") and steps
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(2))
 def test_flipped_bits_of_a_comparison(tmp_path, number):
     recipe, methods = small_recipe(), [MethodSettings.model_validate("default"), MethodSettings.model_validate("polar")]
     path = tmp_path / "comparison.json"

@@ -14,7 +14,7 @@ from wellcond.conditioning.weights import load_weights
 from wellcond.errors import RecipeError
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.models.build import build_model
-from wellcond.lab.run_records import seal
+from wellcond.lab.records import seal
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.trained import load_teacher

@@ -9,10 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
+from wellcond.lab.records import ARITHMETIC, MEASURED, Comparison, Run
 from wellcond.lab.report import statistics
-from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import Matching, match_methods, match_unit
-from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
 from wellcond.lab.report.table import MISSING, Cell, finite_mean, number, show_seeds
 
 SATURATED = 0.05
@@ -179,7 +178,7 @@ def required_pairs(comparison: Comparison) -> list[tuple[str, str]]:
     """
     kinds, around, tied = {}, {}, set()
     for run in comparison.runs:
-        spec = run.part("method_spec")
+        spec = run.spec
         options, fields = spec.get("init_options") or {}, spec.get("set") or {}
         kinds[run.method] = str(spec.get("init") or "default"), str(spec.get("condition") or "")
         rest = {field: value for field, value in fields.items() if field != "optimizer.lr"}
@@ -235,7 +234,7 @@ def _scale_control(analysis: Analysis) -> list[str]:
     found, metric = [], analysis.comparison.result
     for difference in analysis.required:
         gain, control = (analysis.difference(method) for method in (difference.method, difference.baseline))
-        spec = analysis.comparison.of(difference.baseline)[0].part("method_spec")
+        spec = analysis.comparison.of(difference.baseline)[0].spec
         is_control = spec.get("init") == "gaussian" and not spec.get("condition")
         if not is_control or not difference.count or not control.count or not gain.mean > 0:
             continue

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from wellcond.lab.records import ARITHMETIC, ROLES, Rows, Run
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.match import Matching
-from wellcond.lab.report.records import ARITHMETIC, ROLES, Rows, Run
 from wellcond.lab.report.table import csv_text, number
 
 COLUMNS = ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")

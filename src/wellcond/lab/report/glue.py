@@ -9,10 +9,9 @@ from pathlib import Path
 
 from wellcond.errors import RunRecordError
 from wellcond.files import write_atomically
+from wellcond.lab.records import Comparison, Metric, Run, check_stays_inside, load_comparisons
 from wellcond.lab.report import statistics
 from wellcond.lab.report.analysis import required_pairs
-from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.records import Metric, Run, check_stays_inside
 from wellcond.lab.report.table import MISSING, Table, finite_mean, number, plain_markdown, table_csv, table_markdown
 from wellcond.lab.report.tables import NO_METRICS
 

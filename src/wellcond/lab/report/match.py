@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.records import Run
+from wellcond.lab.records import Comparison, Run
 from wellcond.lab.report.statistics import holm, sign_flip_p
 from wellcond.lab.report.table import MISSING, Cell, finite_mean, number, show, show_known
 

@@ -1,41 +1,61 @@
-"""`pack`: comparisons as one small file for each run, from which every table comes out the same.
+"""`pack`: a comparison as one file of JSON lines, a line for each run, from which every table comes out the same.
 
-What runs share is stored once for their comparison; rows are columns of rounded numbers. What a table prints is kept:
-scores in full, and the first and the last measurement of every head. Between them, the weights and attention maps of
-all heads are one mean, since that is what figures show; the Jacobian of each head stays. `records` reads it.
+What a table prints is kept: scores in full, and the first and the last measurement of every head. Curves have as many
+digits and points as a plot shows: 60 training steps, and between the first and the last measurement one mean over the
+weights and attention maps of all heads; the Jacobian of each head stays. `wellcond.lab.records` reads it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from wellcond.errors import RunRecordError
 from wellcond.files import to_json, write_atomically
-from wellcond.lab.report import records
+from wellcond.lab.records import (
+    ARITHMETIC,
+    JACOBIAN,
+    KAPPAS,
+    LARGEST,
+    MEASURED,
+    ROLES,
+    SCHEMA,
+    SMALLEST,
+    Comparison,
+    Keys,
+    Rows,
+    Run,
+    check_stays_inside,
+    leaves_of,
+    load_comparisons,
+    log_mark,
+    packed_path,
+    read_packed,
+    seal,
+)
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.glue import rebuild_glue
-from wellcond.lab.report.load_runs import MARK, Comparison, load_comparisons
-from wellcond.lab.report.page import gather, render_markdown
-from wellcond.lab.report.records import Rows, Run, leaves_of, nested, read_json
+from wellcond.lab.report.page import gather
 from wellcond.lab.report.statistics import summarise_logs
 from wellcond.lab.report.table import finite_mean, number, table_markdown
-from wellcond.lab.report.tuning import NAME as TUNING_FILE
-from wellcond.lab.run_records import SCHEMA, checksum, seal
 
-OWN = frozenset({"schema", "kind", "method", "seed", "status", "samples", "final", "best", "test"})
-"""Keys of a record that are never shared: what a run is and what came out."""
+OWN = ("kind", "method", "seed", "status", "test", "final", "best", "samples", "fine_tuned")
+"""Keys of a line of a run that are never shared: what it is and what came out."""
+LEFT_OUT = ("schema", "kind", "slug", "config_hash", "logs", "samples")
+"""Keys of the record of a run folder that follow from others, or are about the folder."""
+IN_CURVES = ("epoch", "train_loss", "seconds")
+"""Numbers of an evaluation that its curves have as well."""
 MOST_POINTS = 60
-CURVES = ("loss", *(f"grad_norm_{role}" for role in records.ROLES))
+CURVES = ("loss", *(f"grad_norm_{role}" for role in ROLES))
 
 
 def pack(folder: Path, output: Path) -> list[Path]:
-    """Write every comparison below a folder in packed form into another one, with `report/report.md` made from it.
+    """Write every comparison below a folder as one file: the one in FOLDER/a/b as OUTPUT/a/b.jsonl.
 
     Each is first written elsewhere and read again, and replaces what was there only if all tables keep their bytes.
     """
@@ -44,99 +64,130 @@ def pack(folder: Path, output: Path) -> list[Path]:
         raise RunRecordError(output, f"is {folder}, or in it, or above it", "Give another folder to write to.")
     found = load_comparisons(folder)
     for run in [run for comparison in found for run in comparison.runs]:
-        if run.packed is not None:
+        if run.curves is not None:
             raise RunRecordError(run.file, "is packed already", "Give the folder of the full runs.")
         if run.outcome == "partial":
             raise RunRecordError(run.file, f"is of a run that is {run.status}", "Finish it, or delete its folder.")
-    homes = [output / comparison.folder.relative_to(folder) for comparison in found]
-    for home in homes:  # before anything is written
-        records.check_stays_inside(output, [home, *(path for path in home.rglob("*") if path.is_symlink())])
-    return [_pack_one(comparison, home) for comparison, home in zip(found, homes, strict=True)]
+    places = [output / comparison.folder.relative_to(folder) for comparison in found]
+    places = [packed_path(place) for place in places]
+    for place in places:  # before anything is written
+        check_stays_inside(output if output in place.parents else output.parent, [place])
+    return [_write(comparison, place) for comparison, place in zip(found, places, strict=True)]
 
 
-def _pack_one(comparison: Comparison, home: Path) -> Path:
-    stored = home / "comparison.json"
-    if stored.is_file() and "shared" not in read_json(stored, "wellcond-comparison"):
-        raise RunRecordError(home, "holds a comparison that is not packed", "Give another folder to write to.")
+def _write(comparison: Comparison, place: Path) -> Path:
+    content = packed_lines(comparison)
     with tempfile.TemporaryDirectory() as temporary:
-        made = Path(temporary) / home.name
-        for name, record in _records(comparison):
-            if not (made / name).resolve().is_relative_to(made.resolve()):
-                raise RunRecordError(comparison.folder, f"a run would be written to {name}", "Correct its slug.")
-            (made / name).parent.mkdir(parents=True, exist_ok=True)
-            (made / name).write_text(to_json(seal(record), compact=True) + "\n", "utf-8")
-        [packed] = load_comparisons(made)
-        before, after = (gather(analyse(some), figures=False) for some in (comparison, packed))
-        pairs = zip(before.tables, after.tables, strict=True)
-        if changed := [old.name for old, new in pairs if table_markdown(old) != table_markdown(new)]:
-            said = f"packed, these tables would change: {', '.join(changed)}"
-            raise RunRecordError(comparison.folder, said, "This is a bug in wellcond.")
-        (made / "report").mkdir()
-        (made / "report" / "report.md").write_text(render_markdown(after), "utf-8")
-        if any(run.fine_tuned() for run in packed.runs):
-            rebuild_glue(made).with_suffix(".csv").unlink()
-        former = [*home.glob("*/seed*.json"), *home.glob(TUNING_FILE)] if stored.is_file() else []
-        places = {home / path.relative_to(made): path for path in sorted(made.rglob("*")) if path.is_file()}
-        for place, path in places.items():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(place, path.read_bytes())
-        for path in set(former) - set(places):
-            path.unlink()
-    return home
+        copy = Path(temporary) / place.name
+        copy.write_bytes(content)
+        before, after = (gather(analyse(some), figures=False) for some in (comparison, read_packed(copy)))
+    pairs = zip(before.tables, after.tables, strict=True)
+    if changed := [old.name for old, new in pairs if table_markdown(old) != table_markdown(new)]:
+        problem = f"packed, these tables would change: {', '.join(changed)}"
+        raise RunRecordError(comparison.folder, problem, "This is a bug in wellcond.")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(place, content)
+    return place
 
 
-def _records(comparison: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name below the folder, and content."""
-    runs = comparison.runs  # by seed; samples of later ones are shown nowhere
-    shown = {run.method: run for run in reversed(runs) if run.finished and run.record.get("samples")}
+def packed_lines(comparison: Comparison) -> bytes:
+    """The file of a comparison: itself, its search, the runs of that, and its own runs by method and seed."""
+    shown: dict[str, Run] = {}  # samples of other runs are shown nowhere
+    for run in comparison.runs:
+        if run.finished and run.record.get("samples"):
+            shown.setdefault(run.method, run)
+    runs = [run for method in comparison.methods for run in comparison.of(method)]
     shared, rests = share([_whole(run, with_samples=run is shown.get(run.method)) for run in runs])
-    known = {"schema": SCHEMA, "kind": records.PACKED, "shared": checksum(shared)[:MARK]}
-    for run, rest in zip(runs, rests, strict=True):
-        yield f"{run.record.get('slug') or run.folder.parent.name}/seed{run.seed}.json", rest | known
-    # Runs of `train` have no comparison.json; all but its name follows from them.
-    stored: dict[str, Any] = {"schema": SCHEMA, "kind": "wellcond-comparison", "name": comparison.name}
-    if (comparison.folder / "comparison.json").is_file():
-        stored = read_json(comparison.folder / "comparison.json", "wellcond-comparison")
-    yield "comparison.json", stored | {"shared": shared}
-    if (comparison.folder / TUNING_FILE).is_file():  # has the score of every run of the search
-        yield TUNING_FILE, read_json(comparison.folder / TUNING_FILE, "wellcond-tuning")
+    lines = [*_search_lines(comparison), *rests]
+    rest = "".join(f"{to_json(line, compact=True)}\n" for line in lines).encode()
+    # Runs of `train` have no record of a comparison; all but its name follows from them.
+    stored = {"name": comparison.name} if comparison.stored is None else dict(comparison.stored)
+    stored = {key: value for key, value in stored.items() if key not in ("schema", "kind", "settings_hash")}
+    first = {"kind": "comparison", "schema": SCHEMA, **stored, "shared": shared}
+    first["lines"] = log_mark(len(rest), hashlib.sha256(rest))
+    return to_json(seal(first)).encode() + b"\n" + rest
+
+
+def _search_lines(comparison: Comparison) -> list[dict[str, Any]]:
+    """The search before a comparison, and a line for each value that it tried; no score where a run diverged."""
+    if comparison.search is None:
+        return []
+    kept = {key: value for key, value in comparison.search.items() if key not in ("schema", "kind", "settings_hash")}
+    methods = [{key: row[key] for key in ("label", "canonical", "at_edge") if key in row} for row in kept["methods"]]
+    points = [
+        {"kind": "tuning", "method": row["label"], "values": point["values"], "scores": point["scores"]}
+        for row in kept["methods"]
+        for point in row["points"]
+    ]
+    return [{"kind": "search", **kept, "methods": methods}, *points]
 
 
 def _whole(run: Run, *, with_samples: bool) -> dict[str, Any]:
     """A record with its rows as columns."""
-    packed = {
+    kept = {"kind": "run", **_kept(run.record)}
+    if tuned := run.fine_tuned():
+        kept["fine_tuned"] = {f"{one.folder.parent.name}/seed-0": _kept(one.record) for one in tuned}
+    if with_samples:
+        kept["samples"] = run.record["samples"]
+    curves = {
         "steps": pack_steps(run.steps),
         "evaluations": pack_evaluations(run.evaluations, run.metric.name),
         "conditioning": pack_heads(run.conditioning),
-        "fine_tuned": {f"{one.folder.parent.name}/seed-0": _kept(one.record) for one in run.fine_tuned()},
     }
-    return _kept(run.record) | {"packed": packed} | ({"samples": run.record["samples"]} if with_samples else {})
+    kept["curves"] = {name: columns for name, columns in curves.items() if columns}
+    return kept
 
 
 def _kept(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without logs and samples; sessions by number, so that what is equal in them can be shared."""
+    """A record without what is left out; sessions by number, so that what is equal in them can be shared."""
     sessions = {str(at): session for at, session in enumerate(record.get("sessions") or ())}
-    return {key: value for key, value in record.items() if key not in ("logs", "samples")} | {"sessions": sessions}
+    kept = {key: value for key, value in record.items() if key not in LEFT_OUT} | {"sessions": sessions}
+    config = kept.get("config")
+    if isinstance(config, dict) and isinstance(config.get("method"), dict):
+        kept.pop("method_spec", None)
+    for part in ("final", "best"):
+        if isinstance(scores := kept.get(part), dict):
+            kept[part] = {key: value for key, value in scores.items() if key not in IN_CURVES}
+    return kept
 
 
 def share(runs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What all records have in common, and of each record the rest; `merge` puts them together again."""
+    """What all records have in common, and of each record the rest; `records.merge` puts them together again."""
     flat = [dict(leaves_of(record)) for record in runs]
     texts = [{path: json.dumps(leaf, sort_keys=True) for path, leaf in leaves.items()} for leaves in flat]
     shared = {
         path: leaf
         for path, leaf in flat[0].items()
-        if not OWN.intersection(path) and all(leaves.get(path) == texts[0][path] for leaves in texts)
+        if path[0] not in OWN and all(leaves.get(path) == texts[0][path] for leaves in texts)
     }
-    return nested(shared), [nested({path: leaf for path, leaf in own.items() if path not in shared}) for own in flat]
+    rests = [_nested({path: leaf for path, leaf in own.items() if path not in shared}) for own in flat]
+    return _nested(shared), [{key: rest[key] for key in sorted(rest, key=_place)} for rest in rests]
 
 
-def to_columns(rows: Rows, exact: Sequence[str] = ()) -> dict[str, list[Any]]:
+def _place(key: str) -> int:
+    """Where a key stands in a line: first what a run is and what came out, last what is long."""
+    order = (*OWN[:7], "config", None, "samples", "fine_tuned", "curves")
+    return order.index(key) if key in order else order.index(None)
+
+
+def _nested(leaves: dict[Keys, Any]) -> dict[str, Any]:
+    """Mappings of mappings from `leaves_of`."""
+    made: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        place = made
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = leaf
+    return made
+
+
+def to_columns(rows: Rows, exact: Sequence[str] = (), digits: Mapping[str, int] = {}) -> dict[str, list[Any]]:
     """Rows as a list for each key, rounded unless it is to be exact; keys that no row has a value for are left out."""
     columns: dict[str, list[Any]] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
-        values = [row.get(key) if key in exact else _rounded(row.get(key)) for row in rows]
-        columns |= {key: values} if any(value is not None for value in values) else {}
+        values = [row.get(key) if key in exact else _rounded(row.get(key), digits.get(key, 7)) for row in rows]
+        if any(value is not None for value in values):
+            columns[key] = values
     return columns
 
 
@@ -147,7 +198,7 @@ def pack_steps(rows: Rows) -> dict[str, list[Any]]:
     for part in [rows[start : start + size] for start in range(0, len(rows), size)]:
         means = {key: finite_mean(number(row.get(key)) for row in part) for key in CURVES}
         kept.append({"step": part[-1]["step"], "epoch": part[-1].get("epoch"), **means})
-    return to_columns(kept)
+    return to_columns(kept, digits={"loss": 4, **dict.fromkeys(CURVES[1:], 3)})
 
 
 def pack_evaluations(rows: Rows, metric: str) -> dict[str, list[Any]]:
@@ -163,29 +214,27 @@ def pack_heads(rows: Rows) -> dict[str, list[Any]]:
     singular value is left out, since it is the largest over the condition number.
     """
     ends: set[Any] = set()
-    for key in (*records.JACOBIAN[:4], *records.ARITHMETIC, *records.KAPPAS):
+    for key in (*JACOBIAN[:4], *ARITHMETIC, *KAPPAS):
         steps = [row["step"] for row in rows if row.get(key) is not None]
         ends |= {*steps[:1], *steps[-1:]}
     kept = []
     for step, group in groupby(rows, key=lambda row: row["step"]):
         heads = list(group)
         if step in ends:
-            kept += [{key: row.get(key) for key in records.MEASURED if key not in records.SMALLEST} for row in heads]
+            kept += [{key: row.get(key) for key in MEASURED if key not in SMALLEST} for row in heads]
             continue
-        measured = [row for row in heads if any(row.get(key) is not None for key in records.JACOBIAN[:4])] or heads[:1]
-        listed = [{key: row.get(key) for key in (*records.MEASURED[:4], *records.JACOBIAN)} for row in measured]
-        means = {key: finite_mean(number(row.get(key)) for row in heads) for key in records.ARITHMETIC}
-        for key in (*records.KAPPAS, *records.LARGEST):
+        measured = [row for row in heads if any(row.get(key) is not None for key in JACOBIAN[:4])] or heads[:1]
+        listed = [{key: row.get(key) for key in (*MEASURED[:4], *JACOBIAN)} for row in measured]
+        means = {key: finite_mean(number(row.get(key)) for row in heads) for key in ARITHMETIC}
+        for key in (*KAPPAS, *LARGEST):
             means[key] = summarise_logs(number(row.get(key)) for row in heads).geometric_mean
         kept += [listed[0] | means, *listed[1:]]
-    columns = to_columns(kept)
-    copies = [key for key, source in records.COPIES.items() if key in columns and columns[key] == columns.get(source)]
-    return {key: column for key, column in columns.items() if key not in copies} | {"copies": copies}
+    return to_columns(kept)
 
 
-def _rounded(value: Any) -> Any:
-    """A number with seven significant digits, enough for plots and for means that tables print; NaN is no value."""
+def _rounded(value: Any, digits: int) -> Any:
+    """A number with some significant digits: seven are enough for means that tables print; NaN is no value."""
     if not isinstance(value, float) or math.isinf(value):
         return value
-    short = float(f"{value:.7g}")
+    short = float(f"{value:.{digits}g}")
     return None if math.isnan(short) else int(short) if short == int(short) and abs(short) < 1e15 else short

@@ -13,11 +13,10 @@ from typing import Any
 from wellcond import pages
 from wellcond.errors import needs_extra
 from wellcond.files import write_atomically
+from wellcond.lab.records import Comparison, check_stays_inside, leaves_of, load_comparisons
 from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
-from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.plots import NUM_COLOURS, draw_static, plots
-from wellcond.lab.report.records import check_stays_inside, leaves_of
 from wellcond.lab.report.samples import detections_markdown, find_pictures, find_samples, samples_markdown
 from wellcond.lab.report.table import (
     Table,

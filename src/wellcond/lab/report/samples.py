@@ -14,8 +14,7 @@ from itertools import cycle
 from typing import Any
 
 from wellcond.errors import RunRecordError
-from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.records import Run
+from wellcond.lab.records import Comparison, Run
 from wellcond.lab.report.table import plain_markdown, visible
 
 LINES = textwrap.TextWrapper(width=100, tabsize=4, drop_whitespace=False, replace_whitespace=False)

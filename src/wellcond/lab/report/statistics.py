@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy.special import nctdtr, stdtr, stdtrit  # scipy.stats takes seconds to import
 
-from wellcond.lab.report.records import Metric
+from wellcond.lab.records import Metric
 from wellcond.lab.report.table import INFINITE, MISSING, Cell, Values, show, show_seeds, show_share
 
 LEVEL = 0.95

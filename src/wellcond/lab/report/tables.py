@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from wellcond.lab.records import KAPPAS, Comparison, Metric
 from wellcond.lab.report.analysis import Analysis, seconds_per_step, step_ratios
-from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import SMOOTH, match_method, show_match
-from wellcond.lab.report.records import KAPPAS, Metric
 from wellcond.lab.report.statistics import Summary, interval_cell, show_p, smallest_detectable, summarise_logs
 from wellcond.lab.report.table import MISSING, Cell, Row, Table, Values, finite_mean, number, show_known, show_share
 
@@ -121,7 +120,7 @@ def learning_rate(comparison: Comparison, method: str) -> float:
 def _rate_notes(comparison: Comparison) -> list[str]:
     """Where learning rates are from, and which methods have one of their own while others have the recipe's."""
     notes = [comparison.rates] if comparison.rates else []
-    fields = {run.method: run.part("method_spec").get("set") for run in comparison.runs}
+    fields = {run.method: run.spec.get("set") for run in comparison.runs}
     own = [method for method, found in fields.items() if isinstance(found, dict) and "optimizer.lr" in found]
     shared = [method for method in fields if method not in own]
     if own and shared:

@@ -10,12 +10,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from wellcond.errors import RunRecordError
+from wellcond.lab.records import TUNING, Comparison, Metric
 from wellcond.lab.report.figures import HIGH, LOW, MEAN, Figure, Panel, Row
-from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.records import Metric, read_json
 from wellcond.lab.report.table import MISSING, Cell, Table, number
 
-NAME, KIND = "tuning.json", "wellcond-tuning"
+NAME, KIND = "tuning.json", TUNING
 SHARE = 0.02
 """Loss that still counts as good: of 1 for percentages, of the best score for others."""
 
@@ -159,10 +158,9 @@ class Tuning:
 
 def find_tuning(comparison: Comparison) -> Tuning | None:
     """The search of a comparison; None if there was none, or it found nothing."""
-    path = comparison.folder / NAME
-    if not path.is_file():
+    if comparison.search is None:
         return None
-    record, found = read_json(path, KIND), {}
+    record, found = comparison.search, {}
     try:
         metric = Metric.of(record["metric"])
         for row in record["methods"]:
@@ -172,7 +170,8 @@ def find_tuning(comparison: Comparison) -> Tuning | None:
         fields, seeds = (tuple(map(str, record[key])) for key in ("fields", "seeds"))
         said = str(record["scored"]), str(record["test_data"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunRecordError(path, f"is no record of a search ({error!r})", "Run the comparison again.") from error
+        problem = f"has no record of a search ({error!r})"
+        raise RunRecordError(comparison.folder, problem, "Run the comparison again.") from error
     methods = tuple(found[label] for label in comparison.methods if label in found)
     return Tuning(metric, fields, methods, seeds, *said) if methods else None
 

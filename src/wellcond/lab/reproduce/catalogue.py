@@ -51,7 +51,7 @@ class Study(Settings):
 
     title: str
     records: str = ""
-    """Folder of committed records, below results/."""
+    """Of committed runs: the file RECORDS.jsonl below results/."""
     methods: tuple[str, ...] = ()
     """Always these; by default those of the study that it comes before."""
     glue: bool = False

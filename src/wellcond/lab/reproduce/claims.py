@@ -11,10 +11,10 @@ from typing import Literal
 
 import numpy as np
 
+from wellcond.lab.records import Metric
 from wellcond.lab.report import statistics
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.match import FEWEST_FOR_EXACT, Matching
-from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import ALPHA, PairedDifference, judge
 from wellcond.lab.report.table import show_seeds
 from wellcond.lab.reproduce.catalogue import catalogue, read_paper_file
@@ -120,7 +120,7 @@ class Judged:
     ran: str = ""
     """What our runs were, from their records; empty if nothing ran."""
     link: str = ""
-    """Report of the records, from their folder; empty if there is none."""
+    """File of the records, from their folder; empty if there is none."""
     stand_in: bool = False
     """Whether our runs were on other data than the paper's; such a row is shown and not counted."""
     same_runs: Claim | None = None
@@ -169,8 +169,8 @@ def judge_claims(results: Path) -> list[Judged]:
             continue
         home = homes.get(row.rule.runs, row)
         ran = "; ".join([what_was_built(study.comparison), *what_ran(study.comparison)]) if study else ""
-        report = f"{row.rule.folder}/report/report.md"
-        link = report if ran and (results / report).is_file() else ""
+        file = f"{row.rule.folder}.jsonl"
+        link = file if ran and (results / file).is_file() else ""
         found.append(Judged(row, verdict, ran, link, stand_in, home if home is not row else None))
     return found
 

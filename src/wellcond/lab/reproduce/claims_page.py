@@ -80,7 +80,7 @@ def _table(judged: Sequence[Judged]) -> str:
             "where": plain_markdown(one.claim.table),
             "verdict": _show_verdict(one),
             "evidence": plain_markdown(_show_evidence(one)),
-            "records": f"[table]({one.link})" if one.link else "",
+            "records": f"[runs]({one.link})" if one.link else "",
         }
         for one in judged
     ]

@@ -12,10 +12,10 @@ from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.plan import Settled, check_settings, plan_comparison, settle_methods
 from wellcond.lab.recipe import Recipe
+from wellcond.lab.records import COMPLETE
 from wellcond.lab.report.table import Cell, Table
 from wellcond.lab.reproduce.catalogue import AtScale, Entry, catalogue
 from wellcond.lab.reproduce.stored import RUNS, study_name
-from wellcond.lab.run_records import COMPLETE
 from wellcond.lab.tasks.glue import NAMES
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunFolder

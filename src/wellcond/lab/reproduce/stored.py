@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellcond.errors import RunRecordError
+from wellcond.lab.records import Comparison, Metric, load_comparisons, packed_path, read_packed, setting_differences
 from wellcond.lab.report.analysis import Analysis, analyse, step_ratios
 from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
-from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.records import Metric, setting_differences
 from wellcond.lab.report.table import number, show_seeds
 from wellcond.lab.reproduce.catalogue import AtScale, Entry, Row, Source, catalogue
 
@@ -75,7 +74,9 @@ class StoredStudy:
 @functools.lru_cache(maxsize=64)
 def find_study(folder: Path) -> StoredStudy | None:
     """The study of a folder; None if there are no runs."""
-    if not any(any(folder.glob(pattern)) for pattern in ("*/*/run.json", "*/seed*.json")):
+    if packed_path(folder).is_file():
+        return StoredStudy(read_packed(packed_path(folder)))
+    if not any(folder.glob("*/*/run.json")):
         return None
     return next((StoredStudy(found) for found in load_comparisons(folder) if found.folder == folder), None)
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from wellcond.errors import RecipeError
 from wellcond.lab.data.base import Data, Dataset
 from wellcond.lab.models.changes import Norms
-from wellcond.lab.report.records import Metric
+from wellcond.lab.records import Metric
 from wellcond.lab.settings import Fraction, Settings
 from wellcond.lab.tokenizers import Tokenizer
 

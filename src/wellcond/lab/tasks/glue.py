@@ -17,7 +17,7 @@ from wellcond.attention.sharding import unwrap
 from wellcond.errors import RecipeError
 from wellcond.lab.data.base import Dataset, report_progress
 from wellcond.lab.data.text import text_columns
-from wellcond.lab.report.records import Metric
+from wellcond.lab.records import Metric
 from wellcond.lab.settings import SequenceLength, Settings
 from wellcond.lab.tasks.base import Batch, ClassificationTask, Keys, Samples, TaskContext, logits_of, register_task
 from wellcond.lab.tokenizers import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, make_tokenizer

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from wellcond.attention.sharding import from_local, is_distributed, local_shard, to_local, unwrap
 from wellcond.errors import RecipeError, RunError
 from wellcond.files import to_json, write_atomically
-from wellcond.lab.run_records import find_change, seal
+from wellcond.lab.records import find_change, seal
 from wellcond.lab.train.run_folder import RunFolder, writing
 
 NAME = re.compile(r"step-(\d{8,})")

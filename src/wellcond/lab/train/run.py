@@ -22,7 +22,7 @@ from wellcond.lab.data.base import fingerprint
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import is_local_code
 from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
-from wellcond.lab.run_records import COMPLETE, SCHEMA
+from wellcond.lab.records import COMPLETE, SCHEMA
 from wellcond.lab.tasks.base import AbstractTask
 from wellcond.lab.train.engine import Engine, Event, Observer
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory

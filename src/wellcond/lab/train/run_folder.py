@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from wellcond.errors import FolderInUse, RunError
 from wellcond.files import to_json, write_atomically
-from wellcond.lab.run_records import LOGS, log_mark, read_record, seal
+from wellcond.lab.records import LOGS, log_mark, read_record, seal
 
 
 class RunFolder:

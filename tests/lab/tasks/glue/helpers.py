@@ -7,7 +7,7 @@ import numpy as np
 from lab.data.helpers import write_csv, write_jsonl, write_parquet
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.run_records import seal
+from wellcond.lab.records import seal
 from wellcond.lab.train.run import Job, run_job
 
 WORDS = "the cat sat on a mat and saw that no dog was near so it ran home to tell her of this good bad day".split()
