@@ -62,7 +62,7 @@ def inspect(
 
     from wellcond.attention.effective import conditioning_of
     from wellcond.attention.find import scan_attention
-    from wellcond.measurement.run import describe_model
+    from wellcond.measurement.records import describe_model
 
     scan = scan_attention(built)
     if not scan.sites and not scan.refusals:

@@ -25,8 +25,19 @@ if TYPE_CHECKING:
 def report(
     folder: Annotated[Path, cli.folder_argument(help="A comparison, or a folder with several.")],
     pictures: Annotated[bool, Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
+    check: Annotated[bool, Option("--check", help="Compare what is committed with what the records give.")] = False,
 ) -> None:
-    """Rebuild tables, figures and the page of a comparison from its records."""
+    """Rebuild tables, figures and the page of a comparison from its records.
+
+    With --check nothing is written: claims, tables and figures that are committed beside the records of a collection
+    such as results are built again and compared byte by byte.
+    """
+    if check:
+        cli.need_train_extra()
+        from wellcond.lab.reproduce.evidence import check_committed
+
+        echo(check_committed(folder))
+        return
     print_report(folder, pictures=pictures)
 
 
@@ -155,19 +166,19 @@ def _show(tables: list[Table], *, as_json: bool, quiet: bool = False, end: str =
 def claims(results: Annotated[Path, cli.folder_argument(help="Committed records, such as results.")]) -> None:
     """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided.
 
-    The verdicts are written to RESULTS/claims.md.
+    Written into RESULTS: claims.md and, where there are the records for them, the tables and figures of evidence and
+    method.
     """
     cli.need_train_extra()
-    from wellcond.errors import RunRecordError
     from wellcond.lab.reproduce.claims import judge_claims
-    from wellcond.lab.reproduce.claims_page import claims_markdown, summarise
+    from wellcond.lab.reproduce.claims_page import summarise
+    from wellcond.lab.reproduce.evidence import committed_files
 
     judged = judge_claims(results)
-    if all(one.verdict.word == "no records" for one in judged if one.by_runs):
-        advice = "Give a folder laid out like results/ of the repository, with evidence/ in it."
-        raise RunRecordError(results, "holds no records of any claim, so that nothing was written", advice)
-    write_atomically(results / "claims.md", claims_markdown(judged))
-    echo(f"{summarise(judged)}. Written: {results / 'claims.md'}")
+    files = committed_files(results, judged)
+    for name, content in files.items():
+        write_atomically(results / name, content)
+    echo(f"{summarise(judged)}. Written: {', '.join(str(results / name) for name in files)}")
 
 
 @cli.app.command("pack", rich_help_panel=cli.PAPERS)

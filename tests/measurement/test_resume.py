@@ -11,8 +11,7 @@ from torch import nn
 import wellcond as wc
 from measurement.test_measure import X, vit
 from wellcond.errors import ReportError
-from wellcond.measurement.records import MeasurementReport
-from wellcond.measurement.run import describe_input, describe_model
+from wellcond.measurement.records import MeasurementReport, describe_input, describe_model
 
 SETTINGS = {"samples": 2, "heads": [0, 1]}
 

@@ -7,7 +7,7 @@ import torch
 from timm.models.xcit import XCA
 
 import wellcond as wc
-from wellcond.jacobian.records import union_condition_number
+from wellcond.jacobian.problem import union_condition_number
 
 F64 = torch.float64
 

@@ -14,7 +14,7 @@ from wellcond.errors import CopyError
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.module import ModuleJacobian, num_samples
 from wellcond.jacobian.select import select_operator
-from wellcond.jacobian.spectrum import operator_spectrum
+from wellcond.jacobian.solve import operator_spectrum
 
 
 def tokens(*shape):

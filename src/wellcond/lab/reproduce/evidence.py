@@ -1,25 +1,28 @@
-"""Figures and tables of results/README.md and this folder, from the records beside this file.
-
-Run: python results/evidence/figures.py. Draws what there are records for, and writes tables.md.
-"""
+"""`committed_files`: all that is committed beside the records and follows from them: claims, tables and figures."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-
-from wellcond.lab.records import Comparison, load_comparisons
+from wellcond.errors import RunRecordError
+from wellcond.lab.records import Comparison, load_comparisons, packed_path
 from wellcond.lab.report.analysis import Analysis, analyse
+from wellcond.lab.report.draw import BETTER, COLOURS, GREY, WORSE, styled, subplots, to_svg
 from wellcond.lab.report.statistics import compare_paired
 from wellcond.lab.report.tuning import find_tuning
+from wellcond.lab.reproduce import predictors
+from wellcond.lab.reproduce.claims import Judged, judge_claims
+from wellcond.lab.reproduce.claims_page import claims_markdown
 
-HERE = Path(__file__).parent
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 TASKS = {
     "digits": "ViT, digits",
     "vit": "ViT, CIFAR-10",
@@ -31,22 +34,64 @@ TASKS = {
     "gpt2-tinystories": "GPT-2, TinyStories",
     "gpt2-wikitext2": "GPT-2, WikiText-2",
 }
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#97bbf5", "#9c6b4e")
 STRONG = "strong default"
+DRAWN_BY = re.compile(rb"<dc:title>(Matplotlib [^<]*)</dc:title>")
 CALIBRATED = "calibrated(positions=0.5)"
-matplotlib.rcParams |= {
-    "svg.hashsalt": "wellcond",
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 
 
-def save(figure: plt.Figure, name: str) -> None:
-    """Write a figure, the same bytes for the same records."""
-    figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
-    plt.close(figure)
+def check_committed(results: Path) -> str:
+    """Compare committed files with what the records beside them give; a sentence on what was compared.
+
+    A figure that another version of matplotlib drew cannot be compared, and the sentence says so.
+
+    Raises: RunRecordError if a file is missing or differs, with `names` of all of them.
+    """
+    files = committed_files(results, judge_claims(results))
+    differing, other = [], []
+    for name, content in files.items():
+        stored = (results / name).read_bytes() if (results / name).is_file() else b""
+        if stored != content:
+            drawn_alike = not name.endswith(".svg") or DRAWN_BY.findall(stored) in ([], DRAWN_BY.findall(content))
+            (differing if drawn_alike else other).append(name)
+    if differing:
+        problem = f"{', '.join(differing)}: not what the records give"
+        raise RunRecordError(results, problem, f"Write what they give: wellcond claims {results}")
+    unseen = f"; not compared, since another version of matplotlib drew them: {', '.join(other)}" if other else ""
+    return f"{len(files) - len(other)} files are what the records give, byte for byte{unseen}."
+
+
+def committed_files(results: Path, judged: Sequence[Judged]) -> dict[str, bytes]:
+    """Content of every such file by its path below a folder laid out like results/; the same records, the same bytes.
+
+    Figures have the same bytes under the same version of matplotlib.
+
+    Raises: RunRecordError if there are records of no claim.
+    """
+    if all(one.verdict.word == "no records" for one in judged if one.by_runs):
+        advice = "Give a folder laid out like results/ of the repository, with evidence/ in it."
+        raise RunRecordError(results, "holds no records of any claim, so that nothing was written", advice)
+    files = {"claims.md": claims_markdown(judged).encode()}
+    evidence = results / "evidence"
+    analyses = {
+        task: analyse(load_comparisons(evidence / task)[0]) for task in TASKS if packed_path(evidence / task).is_file()
+    }
+    figures: dict[str, Figure] = {}
+    with styled():
+        if analyses:
+            files["evidence/tables.md"] = tables_markdown(analyses).encode()
+            figures["evidence/gains.svg"] = draw_gains(analyses)
+            figures["evidence/calibrated.svg"] = draw_calibrated(analyses)
+            figures["evidence/rates.svg"] = draw_rates(analyses)
+            figures["evidence/methods.svg"] = draw_methods(analyses)
+        if packed_path(evidence / "causal").is_file():
+            figures["evidence/causal.svg"] = draw_scores(load_comparisons(evidence / "causal")[0])
+        measured = results / "method" / "predictors.json"
+        if measured.is_file():
+            stored = json.loads(measured.read_text("utf-8"))
+            best, rates = predictors.correlations({task: analyses[task].comparison for task in stored}, stored)
+            files["method/predictors.md"] = predictors.markdown(best, rates).encode()
+            figures["method/predictors.svg"] = predictors.draw(best)
+        return files | {name: to_svg(figure) for name, figure in figures.items()}
 
 
 def words(method: str, strong: str) -> str:
@@ -96,7 +141,7 @@ def shares(analysis: Analysis, method: str, over: str) -> tuple[float, float, fl
     return tuple(100 * value / error for value in (difference.mean, *difference.interval))  # type: ignore[return-value]
 
 
-def draw_gains(analyses: dict[str, Analysis]) -> None:
+def draw_gains(analyses: Mapping[str, Analysis]) -> Figure:
     """What each of four steps removes of the error, by task."""
     questions = [
         ("scale: gaussian\nover the scale-true default", "gaussian", "default"),
@@ -104,9 +149,7 @@ def draw_gains(analyses: dict[str, Analysis]) -> None:
         ("tokens: strong default\nover the scale-true default", STRONG, "default"),
         ("both: strong default + conditioned\nover the strong default", f"{STRONG}+conditioned", STRONG),
     ]
-    figure, panels = plt.subplots(
-        1, len(questions), figsize=(10.5, 0.34 * len(analyses) + 1.2), sharey=True, layout="constrained"
-    )
+    figure, [panels] = subplots(1, len(questions), 10.5, 0.34 * len(analyses) + 1.2, sharey=True)
     for panel, (title, method, over) in zip(panels, questions, strict=True):
         found = [
             shares(a, spelt(method, a.comparison.baseline), spelt(over, a.comparison.baseline))
@@ -116,16 +159,14 @@ def draw_gains(analyses: dict[str, Analysis]) -> None:
         panel.set_title(title, fontsize=8.5)
     panels[0].set_yticks(range(len(analyses)), [TASKS[task] for task in analyses])
     panels[0].set_ylim(len(analyses) - 0.5, -0.5)
-    save(figure, "gains")
+    return figure
 
 
-def draw_calibrated(analyses: dict[str, Analysis]) -> None:
+def draw_calibrated(analyses: Mapping[str, Analysis]) -> Figure:
     """What `calibrated` removes of the error of three others, by held-out task."""
     tested = {task: found for task, found in analyses.items() if CALIBRATED in found.comparison.methods}
     others = ("default", STRONG, "default+set(optimizer.name=muon)")
-    figure, panels = plt.subplots(
-        1, len(others), figsize=(9.0, 0.34 * len(tested) + 1.1), sharey=True, layout="constrained"
-    )
+    figure, [panels] = subplots(1, len(others), 9.0, 0.34 * len(tested) + 1.1, sharey=True)
     for panel, over in zip(panels, others, strict=True):
         draw_shares(panel, [shares(a, CALIBRATED, spelt(over, a.comparison.baseline)) for a in tested.values()])
         panel.set_title(
@@ -133,28 +174,26 @@ def draw_calibrated(analyses: dict[str, Analysis]) -> None:
         )
     panels[0].set_yticks(range(len(tested)), [TASKS[task] for task in tested])
     panels[0].set_ylim(len(tested) - 0.5, -0.5)
-    save(figure, "calibrated")
+    return figure
 
 
-def draw_shares(panel: plt.Axes, found: Sequence[tuple[float, float, float] | None]) -> None:
+def draw_shares(panel: Axes, found: Sequence[tuple[float, float, float] | None]) -> None:
     """A row for each share with its interval, grey where that holds 0."""
     for row, share in enumerate(found):
         if share is not None:
             mean, low, high = share
-            colour = "0.45" if low <= 0 <= high else COLOURS[4] if low > 0 else COLOURS[2]
+            colour = GREY if low <= 0 <= high else BETTER if low > 0 else WORSE
             panel.plot([low, high], [row, row], color=colour, lw=2)
             panel.plot(mean, row, "o", ms=4.5, color=colour)
     panel.axvline(0, color="0.6", lw=0.8)
     panel.set_xlabel("% of the error removed")
 
 
-def draw_rates(analyses: dict[str, Analysis]) -> None:
+def draw_rates(analyses: Mapping[str, Analysis]) -> Figure:
     """Score over the learning rate, a panel for each task."""
     columns = min(3, len(analyses))
     rows = math.ceil(len(analyses) / columns)
-    figure, panels = plt.subplots(
-        rows, columns, figsize=(3.5 * columns, 2.4 * rows), squeeze=False, layout="constrained"
-    )
+    figure, panels = subplots(rows, columns, 3.5 * columns, 2.4 * rows)
     shown = ["default(library=true)", "default", "gaussian", "conditioned", "default+set(optimizer.name=muon)", STRONG,
              f"{STRONG}+conditioned"]  # fmt: skip
     for panel in panels.flat[len(analyses) :]:
@@ -174,11 +213,14 @@ def draw_rates(analyses: dict[str, Analysis]) -> None:
             panel.set_yscale("log")
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    save(figure, "rates")
+    return figure
 
 
-def draw_methods(analyses: dict[str, Analysis]) -> None:
+def draw_methods(analyses: Mapping[str, Analysis]) -> Figure:
     """Error of every method on every task, as a multiple of the strong default's; grey if it may be the same."""
+    import matplotlib
+    from matplotlib.patches import Rectangle
+
     named: dict[str, dict[str, tuple[float, bool]]] = {}
     for task, analysis in analyses.items():
         strong = analysis.comparison.baseline
@@ -189,8 +231,8 @@ def draw_methods(analyses: dict[str, Analysis]) -> None:
                 named.setdefault(words(method, strong), {})[task] = 1 - mean / 100, not low <= 0 <= high
     scores = {name: [math.log2(ratio) for ratio, _ in row.values()] for name, row in named.items()}
     methods = sorted(named, key=lambda name: math.fsum(scores[name]) / len(scores[name]))
-    figure, axes = plt.subplots(figsize=(0.95 * len(analyses) + 2.6, 0.3 * len(methods) + 0.9), layout="constrained")
-    colours = plt.get_cmap("RdYlGn_r")
+    figure, [[axes]] = subplots(1, 1, 0.95 * len(analyses) + 2.6, 0.3 * len(methods) + 0.9)
+    colours = matplotlib.colormaps["RdYlGn_r"]
     for row, method in enumerate(methods):
         for column, task in enumerate(analyses):
             if task not in named[method]:
@@ -198,7 +240,7 @@ def draw_methods(analyses: dict[str, Analysis]) -> None:
             ratio, certain = named[method][task]
             place = max(-1.0, min(1.0, math.log2(ratio) / 2))  # a quarter to four times
             shade = colours(0.5 + 0.4 * place) if certain else "0.94"
-            axes.add_patch(plt.Rectangle((column - 0.5, row - 0.5), 1, 1, color=shade, lw=0))
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, color=shade, lw=0))
             axes.text(column, row, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}", ha="center", va="center",
                       fontsize=8, color="black" if certain else "0.4")  # fmt: skip
     axes.set(xlim=(-0.5, len(analyses) - 0.5), ylim=(len(methods) - 0.5, -0.5))
@@ -208,18 +250,18 @@ def draw_methods(analyses: dict[str, Analysis]) -> None:
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.xaxis.tick_top()
-    save(figure, "methods")
+    return figure
 
 
-def draw_scores(comparison: Comparison, name: str) -> None:
+def draw_scores(comparison: Comparison) -> Figure:
     """Every seed of every method."""
-    figure, axes = plt.subplots(figsize=(6.2, 0.3 * len(comparison.methods) + 0.8))
+    figure, [[axes]] = subplots(1, 1, 6.2, 0.3 * len(comparison.methods) + 0.8, layout=None)
     for row, method in enumerate(reversed(comparison.methods)):
         values = [comparison.result.scale * value for value in comparison.results(method).values()]
         axes.plot(values, [row] * len(values), "o", ms=4, alpha=0.7, color=COLOURS[0])
     axes.set_yticks(range(len(comparison.methods)), list(reversed(comparison.methods)))
     axes.set_xlabel(comparison.result.label)
-    save(figure, name)
+    return figure
 
 
 def table_of(task: str, analysis: Analysis) -> list[str]:
@@ -257,7 +299,15 @@ def table_of(task: str, analysis: Analysis) -> list[str]:
     return [*lines, ""]
 
 
-def answers(analyses: dict[str, Analysis]) -> list[str]:
+def tables_markdown(analyses: Mapping[str, Analysis]) -> str:
+    """tables.md: pairs of methods, then every method of every task."""
+    head = ["# Every method on every task", "", "Made by `wellcond claims results`; how it was done is in "
+            "[README.md](README.md).", ""]  # fmt: skip
+    tables = [line for task, analysis in analyses.items() for line in table_of(task, analysis)]
+    return "\n".join([*head, *answers(analyses), *tables])
+
+
+def answers(analyses: Mapping[str, Analysis]) -> list[str]:
     """The pairs that the questions of results/README.md are about, task by task."""
     pairs: Sequence[tuple[str, str]] = (
         ("default", "default(library=true)"), ("gaussian", "default"), ("conditioned", "default"),
@@ -281,27 +331,3 @@ def answers(analyses: dict[str, Analysis]) -> list[str]:
             row.append("–" if found is None else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*found))
         lines.append(f"| {words(first, STRONG)} over {words(second, STRONG)} | " + " | ".join(row) + " |")
     return [*lines, ""]
-
-
-def main() -> None:
-    """Draw what there are records for, and write the tables."""
-    analyses = {}
-    for task in TASKS:
-        if (HERE / f"{task}.jsonl").is_file():
-            [comparison] = load_comparisons(HERE / f"{task}.jsonl")
-            analyses[task] = analyse(comparison)
-    draw_gains(analyses)
-    draw_calibrated(analyses)
-    draw_rates(analyses)
-    draw_methods(analyses)
-    if (HERE / "causal.jsonl").is_file():
-        [comparison] = load_comparisons(HERE / "causal.jsonl")
-        draw_scores(comparison, "causal")
-    head = ["# Every method on every task", "", "Made by `python results/evidence/figures.py`; how it was done is in "
-            "[README.md](README.md).", ""]  # fmt: skip
-    tables = [line for task, analysis in analyses.items() for line in table_of(task, analysis)]
-    (HERE / "tables.md").write_text("\n".join([*head, *answers(analyses), *tables]), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
