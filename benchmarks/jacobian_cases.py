@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.jacobian.head import Head
-from wellcond.jacobian.records import JacobianSpectrum
+from wellcond.jacobian.problem import JacobianSpectrum
 from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
 from wellcond.jacobian.softmax import SoftmaxJacobian
-from wellcond.jacobian.spectrum import jacobian_spectrum, operator_spectrum
+from wellcond.jacobian.solve import operator_spectrum
+from wellcond.jacobian.spectrum import jacobian_spectrum
 from wellcond.lab.nystrom import NystromJacobian
 from wellcond.lab.nystrom.head import NystromHead
 from wellcond.linalg.lanczos import largest_eigenvalue

@@ -28,24 +28,23 @@ from wellcond.errors import (
 from wellcond.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from wellcond.attention.effective import conditioning_of
     from wellcond.attention.find import find_attention, register_adapter
     from wellcond.attention.layout import fused_site, query_and_kv_site, separate_site
     from wellcond.attention.site import AttentionSite
-    from wellcond.attention.slot import Slot
+    from wellcond.attention.slot import Slot, conditioning_of
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
     from wellcond.conditioning.methods import Correction, register_condition
     from wellcond.doctor.diagnose import diagnose
     from wellcond.doctor.records import Diagnosis, Finding, LayerFacts, TokenFacts
+    from wellcond.doctor.weights import compare_weights
     from wellcond.init.apply import init_, register_init
-    from wellcond.jacobian.records import JacobianSpectrum
+    from wellcond.jacobian.problem import JacobianSpectrum
     from wellcond.jacobian.spectrum import jacobian_spectrum
-    from wellcond.linalg.records import Spectrum
-    from wellcond.linalg.spectrum import spectrum
+    from wellcond.linalg.spectrum import Spectrum, spectrum
     from wellcond.measurement.measure import measure
-    from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport
-    from wellcond.measurement.run import MeasureSettings
+    from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport, MeasureSettings
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
+    from wellcond.training.alarms import Alarm, Alarms
     from wellcond.training.cap import SpectralCap
     from wellcond.training.clip import QKClip
     from wellcond.training.groups import QKRate, parameter_groups
@@ -53,6 +52,8 @@ if TYPE_CHECKING:
     from wellcond.training.muon import HeadMuon, muon_groups
 
 __all__ = [
+    "Alarm",
+    "Alarms",
     "AttentionMonitor",
     "AttentionNotFoundError",
     "AttentionSite",
@@ -91,6 +92,7 @@ __all__ = [
     "UnsupportedLayoutError",
     "WeightError",
     "WellcondError",
+    "compare_weights",
     "condition_",
     "conditioning_of",
     "diagnose",
@@ -115,23 +117,22 @@ __all__ = [
 # Imported when first used, since torch takes seconds: `wellcond --help` and mistyped commands do not need it.
 _LAZY = {
     "attention.layout": ("fused_site", "query_and_kv_site", "separate_site"),
-    "attention.effective": ("conditioning_of",),
     "attention.find": ("find_attention", "register_adapter"),
     "attention.site": ("AttentionSite",),
-    "attention.slot": ("Slot",),
+    "attention.slot": ("Slot", "conditioning_of"),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
     "conditioning.methods": ("Correction", "register_condition"),
     "doctor.diagnose": ("diagnose",),
+    "doctor.weights": ("compare_weights",),
     "doctor.records": ("Diagnosis", "Finding", "LayerFacts", "TokenFacts"),
     "init.apply": ("init_", "register_init"),
     "jacobian.spectrum": ("jacobian_spectrum",),
-    "linalg.spectrum": ("spectrum",),
+    "linalg.spectrum": ("Spectrum", "spectrum"),
     "measurement.measure": ("measure",),
-    "measurement.records": ("HeadReport", "LayerReport", "MeasurementReport"),
-    "measurement.run": ("MeasureSettings",),
-    "jacobian.records": ("JacobianSpectrum",),
-    "linalg.records": ("Spectrum",),
+    "measurement.records": ("HeadReport", "LayerReport", "MeasureSettings", "MeasurementReport"),
+    "jacobian.problem": ("JacobianSpectrum",),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
+    "training.alarms": ("Alarm", "Alarms"),
     "training.cap": ("SpectralCap",),
     "training.clip": ("QKClip",),
     "training.groups": ("QKRate", "parameter_groups"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import itertools
@@ -11,10 +12,11 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
 try:
     import fcntl
@@ -147,3 +149,39 @@ def to_json(value: Any, *, indent: int | None = None, compact: bool = False) -> 
     """One JSON text, infinities and NaN as text; `compact` leaves out every space."""
     separators = (",", ":") if compact else None
     return json.dumps(json_ready(value), indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
+
+
+def restore(hint: Any, value: Any) -> Any:
+    """A frozen record from its plain data, by the types of its fields; what `json_ready` made text is a number again.
+
+    Names that are no fields are left out: they are what follows from the fields.
+
+    Raises: ValueError for data of another type, with what was expected.
+
+    Example:
+        >>> restore(tuple[float, ...], [1, "inf"])
+        (1.0, inf)
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any or (origin is Literal and value in inner) or (value is None and type(None) in inner):
+        return value
+    if origin in (Union, types.UnionType):
+        return restore(next(kind for kind in inner if kind is not type(None)), value)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        if len(kinds) == len(value):
+            return tuple(restore(kind, item) for kind, item in zip(kinds, value, strict=True))
+    if origin is dict and isinstance(value, Mapping):
+        return {restore(inner[0], key): restore(inner[1], item) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+        hints = get_type_hints(hint)
+        known = [field.name for field in dataclasses.fields(hint) if field.name in value]
+        try:
+            return hint(**{name: restore(hints[name], value[name]) for name in known})
+        except TypeError as error:
+            raise ValueError(f"expected all fields of {hint.__name__}: {error}") from error
+    if hint is float and (value in ("inf", "-inf", "nan") or (isinstance(value, int) and not isinstance(value, bool))):
+        return float(value)
+    if hint in (float, int, str, bool) and type(value) is hint:
+        return value
+    raise ValueError(f"expected {getattr(hint, '__name__', hint)}, found {value!r}"[:200])

@@ -8,14 +8,15 @@ docs/theory.md; the counterexamples are tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
 import torch
 
-from wellcond.errors import HypothesisError, check_choice
-from wellcond.jacobian.bounds import (
+from wellcond.arguments import check_choice
+from wellcond.errors import HypothesisError
+from wellcond.jacobian.diagnosis import (
     SurrogateFactors,
     lower_parts,
     lower_square,
@@ -24,8 +25,8 @@ from wellcond.jacobian.bounds import (
     upper_square,
 )
 from wellcond.jacobian.head import Head, build_factors
+from wellcond.jacobian.problem import Convention
 from wellcond.jacobian.ranks import Ranks, contains_ones, generic_ranks, rank_and_ones
-from wellcond.jacobian.records import Convention
 from wellcond.linalg.spectrum import SoftmaxSpectrum, numerical_rank, singular_values, spectrum
 
 __all__ = [
@@ -51,6 +52,8 @@ __all__ = [
 ]
 
 LambdaNorm = Literal["actual", "half"]
+Computed = tuple[float, dict[str, float]]
+"""A value, and the numbers from which it is made."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +128,13 @@ def lower_bound(head: Head, *, convention: Convention = "wide", strict: bool = T
         needed = Hypothesis("N = rank X", r == n, {"N": n, "rank X": r})
     else:
         needed = Hypothesis("X is not zero", r > 0, {"rank X": r})
-    hypotheses = (*_exists(head, convention), needed)
-    value, parts = None, dict[str, float]()
-    if all_hold(hypotheses):
+
+    def compute() -> Computed:
         parts = lower_parts(build_factors(head), r)
-        value = lower_square(parts)
+        return lower_square(parts), parts
+
     quantity = "sigma_min(J_wide)^2" if convention == "wide" else "sigma_dr(J_stack)^2"
-    return _bound("lower_bound", value, hypotheses, quantity, ">=", parts, strict)
+    return _bound("lower_bound", quantity, ">=", (*_exists(head, convention), needed), compute, strict)
 
 
 def upper_bound(head: Head, *, convention: Convention = "wide", strict: bool = True) -> Bound:
@@ -141,12 +144,12 @@ def upper_bound(head: Head, *, convention: Convention = "wide", strict: bool = T
 
     Raises: HypothesisError for the stack with dv != d, which does not exist.
     """
-    hypotheses = _exists(head, convention)
-    value, parts = None, dict[str, float]()
-    if all_hold(hypotheses):
+
+    def compute() -> Computed:
         parts = upper_parts(build_factors(head))
-        value = upper_square(parts)
-    return _bound("upper_bound", value, hypotheses, "sigma_max(J)^2", "<=", parts, strict)
+        return upper_square(parts), parts
+
+    return _bound("upper_bound", "sigma_max(J)^2", "<=", _exists(head, convention), compute, strict)
 
 
 def norm_upper_bound(
@@ -156,32 +159,22 @@ def norm_upper_bound(
 
     .. math:: \sigma_1(J)^2 \le s^2 L^2 \|X\|^6 \|W_v\|^2 (\|W_q\|^2 + \|W_k\|^2) + \|PX\|^2
 
-    since ||M_i|| <= s ||V|| ||Lambda_i|| ||K|| and ||B_i|| <= s ||V|| ||Lambda_i|| ||X||.
-
-    Args:
-        head: one head.
-        lambda_norm: ``actual``, L = max_i ||Lambda_i||, or ``half``, L = 1/2, which needs no eigenvalue.
-        convention: wide or stack.
-        strict: raise outside the hypotheses.
+    since ||M_i|| <= s ||V|| ||Lambda_i|| ||K|| and ||B_i|| <= s ||V|| ||Lambda_i|| ||X||. L is max_i ||Lambda_i||
+    (``actual``) or 1/2 (``half``), which needs no eigenvalue.
 
     Raises: HypothesisError for the stack with dv != d.
     """
     check_choice("lambda_norm", lambda_norm, get_args(LambdaNorm))
-    hypotheses = _exists(head, convention)
-    value, parts = None, dict[str, float]()
-    if all_hold(hypotheses):
-        parts = {
-            "s": head.scale,
-            "L": softmax_spectra([head])[0].norm if lambda_norm == "actual" else 0.5,
-            "||X||": float(singular_values(head.x)[0]),
-            "||Wq||": float(singular_values(head.w_q)[0]),
-            "||Wk||": float(singular_values(head.w_k)[0]),
-            "||Wv||": float(singular_values(head.w_v)[0]),
-            "||PX||": float(singular_values(head.probabilities()[0] @ head.x)[0]),
-        }
-        s, lam, x, wq, wk, wv, px = parts.values()
-        value = (s * lam * x**3 * wv) ** 2 * (wq**2 + wk**2) + px**2
-    return _bound("norm_upper_bound", value, hypotheses, "sigma_max(J)^2", "<=", parts, strict)
+
+    def compute() -> Computed:
+        px = head.probabilities()[0] @ head.x
+        matrices = {"||X||": head.x, "||Wq||": head.w_q, "||Wk||": head.w_k, "||Wv||": head.w_v, "||PX||": px}
+        parts = {"s": head.scale, "L": softmax_spectrum(head).norm if lambda_norm == "actual" else 0.5}
+        parts |= {name: float(singular_values(matrix)[0]) for name, matrix in matrices.items()}
+        s, lam, x, wq, wk, wv, norm_px = parts.values()
+        return (s * lam * x**3 * wv) ** 2 * (wq**2 + wk**2) + norm_px**2, parts
+
+    return _bound("norm_upper_bound", "sigma_max(J)^2", "<=", _exists(head, convention), compute, strict)
 
 
 def kappa_bound(head: Head, *, convention: Convention = "wide", strict: bool = True) -> Bound:
@@ -195,13 +188,13 @@ def kappa_bound(head: Head, *, convention: Convention = "wide", strict: bool = T
     """
     low = lower_bound(head, convention=convention, strict=False)
     positive = Hypothesis("L > 0", bool(low.value), {"L": low.value or 0.0})
-    hypotheses = (*low.hypotheses, positive)
-    value, parts = None, dict[str, float]()
-    if all_hold(hypotheses) and low.value is not None:
+
+    def compute() -> Computed:
         up = upper_bound(head, convention=convention).value
-        assert up is not None
-        value, parts = math.sqrt(up / low.value), {"U1": up, "L": low.value}
-    return _bound("kappa_bound", value, hypotheses, f"kappa(J_{convention})", "<=", parts, strict)
+        assert up is not None and low.value is not None
+        return math.sqrt(up / low.value), {"U1": up, "L": low.value}
+
+    return _bound("kappa_bound", f"kappa(J_{convention})", "<=", (*low.hypotheses, positive), compute, strict)
 
 
 def exact_case(head: Head, *, strict: bool = True) -> Bound:
@@ -221,8 +214,11 @@ def exact_case(head: Head, *, strict: bool = True) -> Bound:
         Hypothesis("N <= D", n <= head.width, {"N": n, "D": head.width}),
         Hypothesis("1 is in range(V)", contains_ones(v), {"N": n, "rank V": spectrum(v).rank}),
     )
-    value = float(singular_values(head.probabilities()[0] @ head.x)[-1]) if all_hold(hypotheses) else None
-    return _bound("exact_case", value, hypotheses, "sigma_min(J_wide)", "=", {}, strict)
+
+    def compute() -> Computed:
+        return float(singular_values(head.probabilities()[0] @ head.x)[-1]), {}
+
+    return _bound("exact_case", "sigma_min(J_wide)", "=", hypotheses, compute, strict)
 
 
 def _exists(head: Head, convention: Convention) -> tuple[Hypothesis, ...]:
@@ -235,21 +231,15 @@ def _exists(head: Head, convention: Convention) -> tuple[Hypothesis, ...]:
 
 def _bound(
     name: str,
-    value: float | None,
-    hypotheses: tuple[Hypothesis, ...],
     quantity: str,
     relation: Literal["<=", "=", ">="],
-    parts: Mapping[str, float],
+    hypotheses: tuple[Hypothesis, ...],
+    compute: Callable[[], Computed],
     strict: bool,
 ) -> Bound:
-    statement = Bound(
-        name=name,
-        value=value,
-        hypotheses=hypotheses,
-        quantity=quantity,
-        relation=relation,
-        parts=parts,
-    )
+    """The statement, with its value where all hypotheses hold."""
+    value, parts = compute() if all_hold(hypotheses) else (None, {})
+    statement = Bound(name=name, value=value, hypotheses=hypotheses, quantity=quantity, relation=relation, parts=parts)
     return settle(statement, strict=strict)
 
 

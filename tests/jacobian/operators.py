@@ -5,8 +5,9 @@ import math
 import torch
 
 from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
-from wellcond.jacobian.softmax import SoftmaxJacobian, stacked_jacobian
-from wellcond.jacobian.spectrum import operator_spectrum
+from wellcond.jacobian.softmax import SoftmaxJacobian
+from wellcond.jacobian.solve import operator_spectrum
+from wellcond.jacobian.stacked import stacked_jacobian
 
 F64 = torch.float64
 

@@ -152,7 +152,7 @@ def test_jacobian_is_that_of_the_stored_weights(family, name, index):
     batch = cases_timm.CASES[name].input() if family == "timm" else HF[name].inputs()
     captured = capture_attention(model, batch)[index]
     kv_head = captured.site.num_kv_heads - 1
-    found = dense_jacobian(captured.stacked_head(kv_head))
+    found = dense_jacobian(captured.head(kv_head, None))
     run = (lambda: model(batch)) if isinstance(batch, Tensor) else (lambda: model(**batch))
     expected = autograd_jacobian(model, captured, run, kv_head)
     for role in "qkv":
@@ -241,16 +241,16 @@ def test_samples_of_a_batch_are_apart_and_can_be_stacked():
     assert captured.x.shape == (3, 5, 12) and captured.memory is None and captured.logit_bias is None
     expected = read_by_output(model, captured.site, lambda: model(x))
     torch.testing.assert_close(all_heads(captured).flatten(0, 1), expected, rtol=1e-10, atol=1e-10)
-    stacked = captured.stacked_head(1)
+    stacked = captured.head(1, None)
     torch.testing.assert_close(stacked.output()[0], expected[:, 1], rtol=1e-10, atol=1e-10)
-    two = captured.stacked_head(1, [2, 0])
+    two = captured.head(1, [2, 0])
     torch.testing.assert_close(two.output()[0, :5], captured.head(1, 2).output()[0])
     assert [c.num_samples for c in capture_attention(model, x, max_samples=2)] == [2, 2]
 
 
 def test_stacked_jacobian_is_the_rows_of_its_samples():
     captured = capture_attention(randomise_(vit()), images(2).double())[0]
-    stacked = dense_jacobian(captured.stacked_head(0))
+    stacked = dense_jacobian(captured.head(0, None))
     for role, block in stacked.items():
         rows = [dense_jacobian(captured.head(0, sample))[role] for sample in range(2)]
         torch.testing.assert_close(block, torch.cat(rows))
@@ -279,7 +279,7 @@ def test_queries_that_see_nothing_are_left_out(implementation, dtype):
     captured = capture_attention(model, batch)[0]
     padded, whole = captured.head(0, 0), captured.head(0, 1)
     assert padded.num_tokens == 4 and padded.memory.shape[0] == 6 and whole.num_tokens == 6 and whole.y is None
-    stacked = captured.stacked_head(0)
+    stacked = captured.head(0, None)
     assert stacked.num_tokens == 10
     expected = read_by_output(model, captured.site, lambda: model(**batch))[2:, 0].double()
     close = {"rtol": 1e-8, "atol": 1e-8} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
@@ -326,7 +326,7 @@ def test_shifted_windows_carry_bias_and_mask():
         mask = shifted.site.module._get_rel_pos_bias() + model.layers[0].blocks[1].attn_mask[:, None].repeat(2, 1, 1, 1)
     torch.testing.assert_close(plain.logit_bias, table.expand(8, -1, -1, -1))
     torch.testing.assert_close(shifted.logit_bias, mask.expand(8, -1, -1, -1))
-    stacked = shifted.stacked_head(1)
+    stacked = shifted.head(1, None)
     torch.testing.assert_close(stacked.output()[0].view(8, 16, 4), all_heads(shifted)[:, :, 1])
 
 

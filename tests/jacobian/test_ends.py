@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from wellcond.jacobian import problem
-from wellcond.jacobian.ends import factorise_, least_singular_value, make_triangle, no_eigenvalue_below, solve_float32
-from wellcond.jacobian.gram import OutputSteps, explicit_jacobian, output_gram, parameter_steps, pull_back, push_forward
+from wellcond.jacobian.ends import factorise_, least_singular_value, no_eigenvalue_below, solve_float32
+from wellcond.jacobian.gauge import parameter_steps
+from wellcond.jacobian.gram import OutputSteps, explicit_jacobian, output_gram, pull_back, push_forward
 from wellcond.jacobian.head import Head, build_factors
 from wellcond.jacobian.softmax import SoftmaxJacobian
-from wellcond.jacobian.spectrum import operator_spectrum
+from wellcond.jacobian.solve import operator_spectrum
 
 F64 = torch.float64
 
@@ -153,18 +154,3 @@ def test_float32_factor_in_place_and_solves():
     expected = torch.linalg.solve(gram.double(), rows.T).T
     torch.testing.assert_close(solve_float32(factor, rows) * 1e60, expected * 1e60, rtol=1e-3, atol=1e-3)
     assert not factorise_(-gram)
-
-
-@pytest.mark.parametrize("rows, columns, rank", [(9, 5, 5), (9, 5, 3), (5, 5, 5), (4, 7, 4), (4, 7, 2), (0, 3, 0)])
-def test_triangle_finds_the_rank(rows, columns, rank):
-    generator = torch.Generator().manual_seed(rows + rank)
-
-    def normal(*shape):
-        return torch.randn(*shape, dtype=F64, generator=generator)
-
-    values, above, below = normal(4).abs() + 1, normal(4, columns), normal(rows, rank) @ normal(rank, columns)
-    top = torch.cat([torch.diag(values), above], dim=1)
-    whole = torch.cat([top, torch.cat([torch.zeros(rows, 4, dtype=F64), below], dim=1)])
-    found = make_triangle(values, above, below, 1e-12).entries
-    assert found.shape == (4 + rank, 4 + rank) and not bool(found.tril(-1).any())
-    torch.testing.assert_close(torch.linalg.svdvals(found), torch.linalg.svdvals(whole)[: 4 + rank])

@@ -15,9 +15,9 @@ from wellcond.errors import WeightError
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.operator import MappedRows, ProjectedHeads
-from wellcond.jacobian.records import union_condition_number
+from wellcond.jacobian.problem import union_condition_number
 from wellcond.jacobian.softmax import SoftmaxJacobian
-from wellcond.jacobian.spectrum import operator_spectrum
+from wellcond.jacobian.solve import operator_spectrum
 
 S = 2**-0.5
 G1 = Head(X, WQ, WK, WV, S)

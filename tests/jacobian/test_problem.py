@@ -8,11 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jacobian.operators import head_spectrum
-from wellcond.jacobian import head, problem, softmax
+from wellcond.jacobian import gram, head, problem, stacked
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.problem import Problem
-from wellcond.jacobian.softmax import SoftmaxJacobian, StackedJacobian
-from wellcond.jacobian.spectrum import operator_spectrum
+from wellcond.jacobian.softmax import SoftmaxJacobian
+from wellcond.jacobian.solve import operator_spectrum
+from wellcond.jacobian.stacked import StackedJacobian
 
 
 class PeakBytes(TorchDispatchMode):
@@ -55,8 +56,8 @@ def some_head(tokens=24, width=32, head_dim=12):
 def explicit_jacobians(monkeypatch):
     """How often the matrix itself is built."""
     built = []
-    build = softmax.explicit_jacobian
-    monkeypatch.setattr(softmax, "explicit_jacobian", lambda blocks: built.append(1) or build(blocks))
+    build = stacked.explicit_jacobian
+    monkeypatch.setattr(stacked, "explicit_jacobian", lambda blocks: built.append(1) or build(blocks))
     return built
 
 
@@ -85,8 +86,8 @@ def test_a_stack_too_large_for_its_eigenvalues_is_never_built(limit, method, exp
 )
 @pytest.mark.parametrize("method", ["gram", "cholesky", "implicit"])
 def test_a_method_needs_no_more_memory_than_it_says(form, method, monkeypatch):
-    monkeypatch.setattr(head, "CHUNK_BYTES", 2**14)
-    monkeypatch.setattr("wellcond.jacobian.gram.CHUNK_BYTES", 2**14)
+    for module in (head, gram, stacked):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 2**14)
     form.__dict__.pop("factors", None)  # cached by an earlier case
     said = Problem(form).needed_bytes(method)
     with PeakBytes() as held:

@@ -15,7 +15,7 @@ from wellcond.jacobian.diagnosis import diagnose_head
 from wellcond.jacobian.head import Head, softmax_weights
 from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
 from wellcond.jacobian.softmax import dense_jacobian
-from wellcond.jacobian.spectrum import operator_spectrum
+from wellcond.jacobian.solve import operator_spectrum
 
 
 def head_function(head, query=lambda q: q, key=lambda k: k, biases=False):

@@ -10,8 +10,7 @@ from jacobian.test_rowwise import angles, head_function, rope
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.problem import Problem
 from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead
-from wellcond.jacobian.solve import choose
-from wellcond.jacobian.spectrum import operator_spectrum
+from wellcond.jacobian.solve import choose, operator_spectrum
 
 F64 = torch.float64
 LAYOUTS = ["half", "interleaved"]
@@ -135,7 +134,7 @@ def test_both_ends_of_a_causal_rotary_head_by_a_float32_factor(monkeypatch):
     form = mapped_head(Head(x, *weights, d**-0.5, mask=causal(n)), turned(table, "half"))
     everything = operator_spectrum(form, method="gram")
     monkeypatch.setattr(limits, "LARGEST_FULL_SVD", 1000)
-    assert choose(Problem(form)).solver.name == "proved ends"
+    assert choose(Problem(form))[0].name == "proved ends"
     factorised, proved = operator_spectrum(form, method="cholesky"), operator_spectrum(form)
     for found, word in ((factorised, "float32 factor"), (proved, "proved by a factorisation")):
         assert found.status == everything.status == "exact" and word in found.reason

@@ -8,11 +8,9 @@ import transformers as tf
 
 from contracts import cases_hf, cases_timm
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
-from wellcond.jacobian.graph import NotTracedError
-from wellcond.jacobian.module import ModuleJacobian
-from wellcond.jacobian.replica import Replica
+from wellcond.jacobian.module import ModuleJacobian, Replica
 from wellcond.jacobian.select import select_operator
-from wellcond.jacobian.trace import trace_rowwise
+from wellcond.jacobian.trace import NotTracedError, trace_rowwise
 
 HF = {case.name: case for case in cases_hf.CASES}
 LANGUAGE = (

@@ -173,6 +173,27 @@ def test_files_of_each_kind_give_the_tokeniser_back(gpt2_folder, tmp_path, monke
         choose({"file": "pairs", "sha256": "0" * 64})
 
 
+def test_a_name_is_a_folder_here_or_in_a_mirror_or_an_id_of_the_hub(gpt2_folder, tmp_path, monkeypatch):
+    expected = choose({"file": "pairs"}, base=tmp_path).fingerprint
+    assert choose({"name": "pairs"}, base=tmp_path).fingerprint == expected
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))
+    assert choose({"name": "pairs", "sha256": expected}, base=tmp_path / "cache").fingerprint == expected
+    with pytest.raises(RecipeError, match="sha256"):
+        choose({"name": "pairs", "sha256": "0" * 64})
+    for name, words in (("some/tokeniser", "HF_HUB_OFFLINE"), ("../pairs/x", "id of the hub")):
+        with pytest.raises(DataError) as caught:
+            choose({"name": name}, base=tmp_path / "cache")
+        assert words in caught.value.expected and name in caught.value.problem
+
+
+def test_a_folder_that_transformers_wrote_is_read(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    ours = word_pieces()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=ours.inner, pad_token="[PAD]").save_pretrained(tmp_path / "t")
+    found = choose({"name": "t"}, base=tmp_path)
+    assert [ids.tolist() for ids in found.encode_batch(ODD)] == [ids.tolist() for ids in ours.encode_batch(ODD)]
+
+
 def test_a_file_that_cuts_or_pads_does_so_no_more(tmp_path):
     inner = bpe().inner
     inner.enable_truncation(3)

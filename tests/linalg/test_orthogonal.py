@@ -12,7 +12,7 @@ F64 = torch.float64
 
 def svd_polar(w):
     u, s, vh = torch.linalg.svd(w.double(), full_matrices=False)
-    return u @ vh, s
+    return u @ vh
 
 
 def with_singular_values(s, rows, columns, seed=0):
@@ -29,28 +29,19 @@ def test_polar_is_the_svd_one_at_any_condition_number(rows, columns, log_kappa, 
     log_kappa = min(log_kappa, 5.0) if dtype is torch.float32 else log_kappa
     s = torch.logspace(0, -log_kappa if k > 1 else 0, k, dtype=F64).tolist()
     w = with_singular_values(s, rows, columns).to(dtype)
-    factor, exact = svd_polar(w)
-    parts = polar(w[None])
+    factor, found = svd_polar(w), polar(w[None])[0]
     eps = torch.finfo(dtype).eps
     # The factor is semi-orthogonal whatever kappa; its distance to the SVD's grows like kappa * eps by nature.
-    torch.testing.assert_close(singular_values(parts.factor[0]), torch.ones(k, dtype=F64), rtol=0, atol=300 * eps)
-    assert (parts.factor[0].double() - factor).norm() <= 300 * 10**log_kappa * 2.3e-16 + 300 * eps
-    assert parts.sigma_max[0].item() == pytest.approx(exact[0].item(), rel=50 * eps)
+    torch.testing.assert_close(singular_values(found), torch.ones(k, dtype=F64), rtol=0, atol=300 * eps)
+    assert (found.double() - factor).norm() <= 300 * 10**log_kappa * 2.3e-16 + 300 * eps
 
 
 def test_a_batch_mixes_all_routes():
     rows = [torch.eye(3, dtype=F64), with_singular_values([1, 1e-3, 1e-6], 3, 3), torch.zeros(3, 3, dtype=F64)]
-    parts = polar(torch.stack(rows))
-    assert torch.equal(parts.factor[2], torch.zeros(3, 3, dtype=F64))
-    torch.testing.assert_close(parts.factor[1], svd_polar(rows[1])[0], atol=1e-9, rtol=0)
-    torch.testing.assert_close(parts.factor[0], torch.eye(3, dtype=F64))
-
-
-def test_non_finite_matrices_do_not_spoil_their_neighbours():
-    w = torch.stack([torch.eye(2), torch.full((2, 2), torch.nan)])
-    parts = polar(w)
-    torch.testing.assert_close(parts.factor[0], torch.eye(2))
-    assert torch.equal(parts.factor[1], torch.zeros(2, 2)) and parts.sigma_max[1].isnan()
+    factors = polar(torch.stack(rows))
+    torch.testing.assert_close(factors[2] @ factors[2].T, torch.eye(3, dtype=F64))  # one of many
+    torch.testing.assert_close(factors[1], svd_polar(rows[1]), atol=1e-9, rtol=0)
+    torch.testing.assert_close(factors[0], torch.eye(3, dtype=F64))
 
 
 @pytest.mark.parametrize("source", ["svd", "qr"])
@@ -85,7 +76,7 @@ def test_theorem_35_numbers():
     ]
     for w, expected, kappa in cases:
         w = torch.tensor(w, dtype=F64)
-        c = polar(w[None], times_norm=True).factor[0]
+        c = polar(w[None])[0] * torch.linalg.matrix_norm(w, 2)
         if expected is not None:
             torch.testing.assert_close(c, torch.tensor(expected, dtype=F64))
         assert spectrum(w + c).condition_number == pytest.approx(kappa, rel=1e-9)

@@ -20,8 +20,8 @@ from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.module import ModuleJacobian
 from wellcond.jacobian.select import select_operator
 from wellcond.jacobian.softmax import SoftmaxJacobian, dense_jacobian
-from wellcond.jacobian.spectrum import operator_spectrum
-from wellcond.measurement.run import MeasureOptions
+from wellcond.jacobian.solve import operator_spectrum
+from wellcond.measurement.records import MeasureOptions
 from wellcond.pages.measurement import render_measurement
 from wellcond.theory import papers_bound
 
@@ -403,7 +403,7 @@ def test_ill_conditioned_heads_skip_the_eigenvalues_and_give_the_same(monkeypatc
 
 def test_heads_share_their_tokens_and_have_the_papers_bound_of_the_theory():
     model = vit()
-    heads = capture_attention(model, X[:1])[1].stacked_heads([(0, None), (2, None)])
+    heads = capture_attention(model, X[:1])[1].heads([(0, None), (2, None)])
     assert heads[0].x.data_ptr() == heads[1].x.data_ptr()
     report = wc.measure(model, X[:1], layers=[1], heads=[0, 2])
     for head, found in zip(heads, report.layers[0].heads, strict=True):
@@ -477,4 +477,4 @@ def test_one_call_walks_through_few_files():
         wc.measure(model, X[:1], heads=[0])
     finally:
         sys.setprofile(before)
-    assert len(walked) <= 38, sorted(walked)
+    assert len(walked) <= 29, sorted(walked)

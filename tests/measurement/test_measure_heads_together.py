@@ -14,7 +14,8 @@ import wellcond as wc
 import wellcond.measurement.measure as measurement
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.diagnosis import block_norms
-from wellcond.jacobian.gram import in_float32, parameter_steps
+from wellcond.jacobian.gauge import parameter_steps
+from wellcond.jacobian.gram import in_float32
 from wellcond.jacobian.head import (
     FactorStack,
     Head,
@@ -27,7 +28,7 @@ from wellcond.jacobian.head import (
 )
 from wellcond.jacobian.select import parts_of
 from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size
-from wellcond.jacobian.spectrum import operator_spectra, operator_spectrum
+from wellcond.jacobian.solve import operator_spectra, operator_spectrum
 from wellcond.measurement.records import NUMERICAL
 
 F64 = torch.float64

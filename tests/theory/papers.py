@@ -80,7 +80,7 @@ def theorem35(weight: Tensor, *, strict: bool = True) -> PolarTheorem:
         name="theorem35",
         value=2 * s.sigma_max / (s.sigma_max + sigma_min) if s.rank else None,
         hypotheses=hypotheses,
-        correction=polar(weight.detach().double()[None], times_norm=True).factor[0],
+        correction=s.sigma_max * polar(weight.detach().double()[None])[0],
     )
     return settle(statement, strict=strict)
 

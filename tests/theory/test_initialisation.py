@@ -80,7 +80,7 @@ def causal_ratio(n, width, d, *, seed, mask):
     torch.manual_seed(seed)
     x = normed_tokens(n, width)
     default = [0.02 * (768 / width) ** 0.5 * torch.randn(width, d, dtype=F64).T for _ in range(3)]
-    semi = [polar(torch.randn(1, width, d, dtype=F64)).factor[0].T for _ in range(2)]
+    semi = [polar(torch.randn(1, width, d, dtype=F64))[0].T for _ in range(2)]
     return kappa_wide(x, *semi, torch.eye(d, width, dtype=F64), mask) / kappa_wide(x, *default, mask)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-import wellcond.jacobian.bounds as bounds
+import wellcond.jacobian.diagnosis as bounds
 import wellcond.jacobian.head as factors_module
 from theory import cases
 from theory.papers import Printed

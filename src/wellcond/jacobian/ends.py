@@ -28,9 +28,8 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.operator import GramSteps, Triangle
-from wellcond.jacobian.problem import LOWEST, SURE, Task
-from wellcond.jacobian.records import JacobianSpectrum
+from wellcond.jacobian.operator import GramSteps
+from wellcond.jacobian.problem import LOWEST, SURE, JacobianSpectrum, Task
 from wellcond.linalg.lanczos import MAX_STEPS, Estimate, largest_eigenvalue, smallest_eigenvalue
 
 SHIFT = 2e-8
@@ -59,7 +58,6 @@ def from_triangle(task: Task, why: str = "") -> JacobianSpectrum:
             problem.bound.rank,
             "numerically singular",
             reason=f"{why}triangular form, whose lower end fades into rounding",
-            max_bounds=(largest, problem.hints.bounds()[1]),
             rank_bounds=(0.0, tolerance),
             num_products=top.num_products,
         )
@@ -142,36 +140,6 @@ def lowest_singular_values(triangle: Tensor, count: int) -> Tensor:
     return 1 / torch.from_numpy(values).sqrt()
 
 
-def make_triangle(values: Tensor, above: Tensor, below: Tensor, tolerance: float) -> Triangle:
-    """A triangle with the singular values of [S M_1; 0 M_2], S = diag(values).
-
-    Directions that M_2 moves by no more than the tolerance are zero.
-    """
-    if len(below) >= below.shape[1]:
-        below = torch.linalg.qr(below, mode="r").R
-    dropped = 0.0
-    square = from_the_right(below)[0] if len(below) < below.shape[1] else below
-    if len(square) and not _is_regular(square, tolerance):
-        # Pivoting tells how many directions M_2 has; QR alone does not.
-        pivoted, order = scipy.linalg.qr(below.numpy(), mode="r", pivoting=True)
-        rank = int((abs(pivoted.diagonal()) > tolerance).sum())
-        dropped = float(scipy.linalg.norm(pivoted[rank:]))
-        below = below.new_empty(rank, below.shape[1])
-        below[:, torch.from_numpy(order).long()] = torch.from_numpy(pivoted[:rank])
-    if len(below) < below.shape[1]:
-        # M_2 = [0, R] Q by turning columns, and then [S (x) I, what Q leaves of M_1 above 0] likewise.
-        free = below.shape[1] - len(below)
-        below, above = from_the_right(below, above)
-        wide = torch.cat([above[:, :free], torch.diag(values)], dim=1)
-        corner, above = from_the_right(wide)[0], above[:, free:]
-    else:
-        corner = torch.diag(values)
-    size, first = len(corner) + len(below), len(corner)
-    entries = above.new_zeros(size, size)
-    entries[:first, :first], entries[:first, first:], entries[first:, first:] = corner, above, below
-    return Triangle(entries, dropped)
-
-
 def from_the_right(wide: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """R (n, n), upper triangular, of [0, R] = wide Q^T, and other Q^T."""
     n = len(wide)
@@ -180,12 +148,6 @@ def from_the_right(wide: Tensor, other: Tensor | None = None) -> tuple[Tensor, T
     if other is None:
         return right, right
     return right, torch.ormqr(factors, tau, other.flip(1), left=False).flip(1)
-
-
-def _is_regular(square: Tensor, tolerance: float) -> bool:
-    """Whether 1 / |R^-1|, by LAPACK's estimate, is well above the tolerance."""
-    reciprocal, _ = scipy.linalg.lapack.dtrcon(square.numpy(), norm="1", uplo="U")
-    return bool(reciprocal * square.abs().sum(0).max() > 10 * tolerance)
 
 
 @dataclass(frozen=True, eq=False)

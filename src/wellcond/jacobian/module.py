@@ -1,171 +1,269 @@
-r"""The Jacobian of any attention, plain or not, through the module's own forward pass.
+r"""The Jacobian of any attention, plain or not, through a float64 copy of its own module.
 
     f(W_q, W_k, W_v) = what W_O reads from the heads of one group, (g, tokens, dv)
 
-with every other weight of the module fixed. J v is forward-mode differentiation and J^T u reverse-mode; the two are
-independent of each other, so that <u, J v> = <J^T u, v> is a real test of both. Where it fails, J is what reverse mode
-says, as in training.
+with every other weight of the module fixed. J^T u is reverse-mode differentiation, as in training, and J v the same
+twice: J v = d<J^T u, v>/du.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+import copy
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
-from wellcond.attention.record import ROLES
+from wellcond.attention.evaluation import HOOKS, copy_argument, first_tensor, plain_kernels
+from wellcond.attention.layout import head_rows
+from wellcond.attention.record import ROLES, SiteRecord
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.slot import Slot
-from wellcond.errors import ReplayError, WeightError
-from wellcond.jacobian.capture.align import is_map, tolerance
-from wellcond.jacobian.capture.attention import CapturedAttention
+from wellcond.attention.slot import Slot, corrections_of, effective_weight, remove_conditioning
+from wellcond.errors import CopyError, ReplayError, UnsupportedLayoutError, WeightError
+from wellcond.jacobian.capture import CapturedAttention, is_map, tolerance
 from wellcond.jacobian.operator import GramOperator, JacobianOperator, Side
 from wellcond.jacobian.ranks import RankBound
-from wellcond.jacobian.replica import BatchAxis, Replica, as_double, batch_axis
 from wellcond.linalg.spectrum import numerical_rank
 
 LARGEST_BATCH = 32
 BATCH_BYTES = 2**27
-ADJOINT = 1e-9
-"""<u, J v> = <J^T u, v>, up to rounding, relative to the lengths of the vectors."""
+SHORT = (torch.float32, torch.float16, torch.bfloat16)
+TO_SHORT = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
-@cache
-def _load_forward_mode() -> None:
-    """The first dual number makes torch script its decompositions, of which it then warns."""
-    with warnings.catch_warnings(), forward_ad.dual_level():
-        warnings.simplefilter("ignore")
-        forward_ad.make_dual(torch.zeros(1), torch.zeros(1))
+class InDouble(TorchFunctionMode):
+    """Casts to float32 and below become casts to float64.
+
+    Many forward passes compute their softmax in float32, whatever the dtype of the model. Such rounding is no part of
+    the function that is differentiated, and would hide all of a Jacobian below 1e-7 of it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in TO_SHORT:
+            return args[0].double()
+        widened = {name: _widen(value) for name, value in (kwargs or {}).items()}
+        return func(*(_widen(value) for value in args), **widened)
 
 
-class Products:
-    """J of `function` at `weights`; columns are the weights in order, each flattened as its transpose, row by row."""
+def _widen(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in SHORT else value
 
-    def __init__(
-        self, function: Callable[..., Tensor], weights: tuple[Tensor, ...], size: int, batch_size: int
-    ) -> None:
-        """Of a function with `size` outputs; `batch_size` products J^T u are computed together."""
-        self.function, self.weights, self.size, self.batch_size = function, weights, size, batch_size
-        self.num_parameters = sum(w.numel() for w in weights)
-        self._in_batches = True
 
-    @cached_property
-    def _recorded(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Weights and output with the graph between them."""
-        with torch.enable_grad():
-            leaves = tuple(w.clone().requires_grad_(True) for w in self.weights)
-            return leaves, self.function(*leaves)
+def as_double(tensor: Tensor) -> Tensor:
+    """A copy in float64 or complex128 on the CPU; integers and booleans stay what they are."""
+    tensor = tensor.detach().cpu()
+    if tensor.is_complex():
+        return tensor.to(torch.complex128, copy=True)
+    return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
-    @cached_property
-    def _forward_mode(self) -> bool:
-        """Whether forward mode differentiates what reverse mode does, which is what training sees.
 
-        An operation may have no forward-mode derivative, and forward mode goes through what a module computes under
-        `torch.no_grad`, where reverse mode stops.
+@dataclass(frozen=True)
+class BatchAxis:
+    """Where the samples (or windows) of a call are: an axis of its first argument, and how many there are."""
+
+    axis: int
+    count: int
+
+    def rows(self, samples: Sequence[int], total: int) -> Tensor | None:
+        """Rows of these samples among all `total` rows that the call puts out; None if they cannot be told apart.
+
+        They are in the order in which a call on these samples alone has them.
         """
-        # NaN and infinity have no mode that is right: they are left to whoever reads the products.
-        return self._has_forward_mode and not self.adjoint_error() > ADJOINT
+        if total % self.count:
+            return None
+        every, chosen = torch.arange(total), list(samples)
+        return (
+            every.view(self.count, -1)[chosen] if self.axis == 0 else every.view(-1, self.count)[:, chosen]
+        ).flatten()
 
-    @cached_property
-    def _has_forward_mode(self) -> bool:
+
+def batch_axis(site: AttentionSite, call: SiteRecord, num_tokens: Collection[int]) -> BatchAxis:
+    """The batch of a call: (B, N, D) or maps (B, D, h, w), or (N, B, D).
+
+    A module may say so itself (`batch_first`), else the numbers of query and key tokens tell, as far as they are known.
+    What has no batch, (N, D), is one sample.
+    """
+    first = first_tensor((*call.args, *call.kwargs.values()))
+    if first is None or first.dim() < 3:
+        return BatchAxis(0, 1)
+    said = getattr(site.module, "batch_first", None)
+    transposed = first.shape[0] in num_tokens and first.shape[1] not in num_tokens
+    if isinstance(said, bool):
+        transposed = not said
+    axis = int(transposed and first.dim() == 3)
+    return BatchAxis(axis, first.shape[axis])
+
+
+class _Reached(Exception):  # noqa: N818 - no error: it carries what W_O was about to read out of the forward pass
+    def __init__(self, heads: Tensor) -> None:
+        self.heads = heads
+
+
+class Replica:
+    """The module of one captured call, in float64, evaluation mode and without hooks.
+
+    What is read is the input of W_O. Where W_O stands outside the module, or there is none, the module returns the
+    heads itself. Where W_O is used without calling its module (nn.MultiheadAttention), the copy has the identity in its
+    place.
+    """
+
+    def __init__(self, site: AttentionSite, call: SiteRecord) -> None:
+        """Copy the module and the arguments of the call.
+
+        Raises:
+            UnsupportedLayoutError: the place of the projections or of the heads in this module is not known.
+            CopyError: the module cannot be copied.
+        """
+        self.site = site
+        self.module = _double_copy(site.module, site.name)
+        memo: dict[int, Any] = {}
+        self.args = copy_argument(call.args, memo, as_double)
+        self.kwargs = copy_argument(call.kwargs, memo, as_double)
+        self.names = {id(module): name for name, module in site.module.named_modules()}
+        self.reads_o = call.heads is not None
+        if self.reads_o:
+            assert site.o is not None
+            self._counterpart(site.o).register_forward_pre_hook(_stop)
+        elif self.has_own_o:
+            self._forget_o()
+
+    def _counterpart(self, slot: Slot) -> nn.Module:
+        name = self.names.get(id(slot.owner))
+        if name is None:
+            raise UnsupportedLayoutError(
+                self.site.name,
+                f"its {type(slot.owner).__name__} is no part of the module, which cannot be run with other weights.",
+                class_name=type(self.site.module).__name__,
+            )
+        return self.module.get_submodule(name)
+
+    @property
+    def has_own_o(self) -> bool:
+        """Whether W_O is stored in the module."""
+        return self.site.o is not None and id(self.site.o.owner) in self.names
+
+    def _forget_o(self) -> None:
+        """W_O = I, b_O = 0."""
+        slot = self.site.o
+        assert slot is not None
+        if slot.in_features != slot.out_features or slot.rows.numel() != slot.in_features:
+            raise UnsupportedLayoutError(
+                self.site.name,
+                "its output projection is used without being called, and is not square: its input cannot be read.",
+                class_name=type(self.site.module).__name__,
+            )
+        owner = self._counterpart(slot)
+        with torch.no_grad():
+            stored = owner.get_parameter(slot.weight_name)
+            stored.copy_(slot.with_matrix(stored, torch.eye(slot.in_features)))
+            if slot.bias_name is not None:
+                getattr(owner, slot.bias_name).zero_()
+
+    def weight_key(self, slot: Slot) -> str:
+        """Name of a slot's weight in the state of the copy."""
+        self._counterpart(slot)
+        name = self.names[id(slot.owner)]
+        return f"{name}.{slot.weight_name}" if name else slot.weight_name
+
+    def stored(self, slot: Slot) -> Tensor:
+        """The copied parameter that holds this slot, corrections of `condition_` included."""
+        return self._counterpart(slot).get_parameter(slot.weight_name)
+
+    def heads(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Concatenated heads (tokens, width) with these weights in place of the stored ones."""
+        memo: dict[int, Any] = {}  # the forward pass may write into its arguments
+        args, kwargs = copy_argument(self.args, memo), copy_argument(self.kwargs, memo)
         try:
-            self._jvp_forward(tuple(torch.zeros_like(w) for w in self.weights))
-        except (NotImplementedError, RuntimeError):  # any other fault shows in reverse mode, which is then taken
-            return False
-        return True
+            with plain_kernels(), InDouble():
+                out = first_tensor(functional_call(self.module, dict(weights), args, kwargs))
+        except _Reached as reached:
+            return self.as_rows(reached.heads)
+        assert out is not None
+        return self.as_rows(out)
 
-    def adjoint_error(self, generator: torch.Generator | None = None) -> float:
-        """|<u, J v> - <J^T u, v>| / (|u| |J v| + |J^T u| |v|) for random u and v: rounding, if all is well.
+    def only(self, samples: Sequence[int], batch: BatchAxis) -> Replica:
+        """The same copy, run on these samples by themselves."""
+        memo: dict[int, Any] = {}
 
-        J v is in forward mode wherever there is one, independent of the reverse mode of J^T u.
-        """
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
-        u = torch.randn(self.size, dtype=torch.float64, generator=generator)
-        v = torch.randn(self.num_parameters, dtype=torch.float64, generator=generator)
-        push = self._jvp_forward if self._has_forward_mode else self._jvp_reverse
-        pushed, pulled = push(self.unflatten(v)), self.vjp(u)
-        size = float(u.norm() * pushed.norm() + pulled.norm() * v.norm())
-        return 0.0 if size == 0 else abs(float(u @ pushed - pulled @ v)) / size
+        def keep(tensor: Tensor) -> Tensor:
+            batched = tensor.dim() > batch.axis and tensor.shape[batch.axis] == batch.count
+            return tensor.index_select(batch.axis, torch.tensor(samples)) if batched else tensor.clone()
 
-    def vjp(self, u: Tensor) -> Tensor:
-        """J^T u."""
-        leaves, output = self._recorded
-        # A weight that does not matter (the queries of a single token) has no path to the output.
-        return self.flatten(*_grad(output, leaves, u.view_as(output)))
+        alone = copy.copy(self)
+        alone.args, alone.kwargs = copy_argument(self.args, memo, keep), copy_argument(self.kwargs, memo, keep)
+        return alone
 
-    def jvp(self, v: Tensor) -> Tensor:
-        """J v."""
-        tangents = self.unflatten(v)
-        return self._jvp_forward(tangents) if self._forward_mode else self._jvp_reverse(tangents)
+    def as_rows(self, heads: Tensor) -> Tensor:
+        """What W_O reads, or the module returns, as (tokens, width)."""
+        # What works on maps with 1x1 convolutions hands on maps (B, width, h, w).
+        slot = self.site.o or self.site.by_role("query")
+        if isinstance(slot.owner, (nn.Conv1d, nn.Conv2d)) and heads.dim() > 2:
+            heads = heads.movedim(1, -1)
+        return heads.reshape(-1, heads.shape[-1])
 
-    def _jvp_forward(self, tangents: tuple[Tensor, ...]) -> Tensor:
-        _load_forward_mode()
-        with forward_ad.dual_level(), torch.no_grad():
-            duals = [forward_ad.make_dual(w, t) for w, t in zip(self.weights, tangents, strict=True)]
-            output = self.function(*duals)
-            tangent = forward_ad.unpack_dual(output).tangent
-            return torch.zeros(self.size, dtype=torch.float64) if tangent is None else tangent.flatten()
+    @property
+    def width(self) -> int:
+        """All heads side by side."""
+        return self.columns.numel()
 
-    def _jvp_reverse(self, tangents: tuple[Tensor, ...]) -> Tensor:
-        """J v = d<J^T u, v>/du: reverse mode twice."""
-        with torch.enable_grad():
-            leaves = tuple(w.clone().requires_grad_(True) for w in self.weights)
-            output = self.function(*leaves)
-            u = torch.zeros_like(output, requires_grad=True)
-            pulled = _grad(output, leaves, u, create_graph=True)
-            total = torch.stack([(p * t).sum() for p, t in zip(pulled, tangents, strict=True)]).sum()
-        return _grad(total, (u,), None)[0].flatten()
-
-    def vjps(self, covectors: Tensor) -> Tensor:
-        """J^T u for many u at a time: (count, p) from (count, n)."""
-        found = torch.empty(len(covectors), self.num_parameters, dtype=torch.float64)
-        for some, into in zip(covectors.split(self.batch_size), found.split(self.batch_size), strict=True):
-            if self._in_batches:
-                try:
-                    into.copy_(self._pull(some))
-                    continue
-                except (NotImplementedError, RuntimeError, ValueError):
-                    self._in_batches = False  # an operation of this module cannot be batched (or must fail by itself)
-            into.copy_(torch.stack([self.vjp(covector) for covector in some]))
-        return found
-
-    def _pull(self, covectors: Tensor) -> Tensor:
-        leaves, output = self._recorded
-        if not output.requires_grad:
-            return torch.zeros(len(covectors), self.num_parameters, dtype=torch.float64)
-        pulled = torch.autograd.grad(
-            output,
-            leaves,
-            covectors.view(-1, *output.shape),
-            retain_graph=True,
-            is_grads_batched=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        return torch.cat([w.mT.reshape(len(covectors), -1) for w in pulled], dim=1)
-
-    def flatten(self, *weights: Tensor) -> Tensor:
-        """Weights as one vector (p,), in the order of the columns."""
-        return torch.cat([w.mT.reshape(-1) for w in weights])
-
-    def unflatten(self, vector: Tensor) -> tuple[Tensor, ...]:
-        """The inverse of `flatten`."""
-        parts = vector.split([w.numel() for w in self.weights])
-        return tuple(part.view(w.mT.shape).mT for part, w in zip(parts, self.weights, strict=True))
+    @property
+    def columns(self) -> Tensor:
+        """Columns of each head (H, dv)."""
+        if self.site.o is not None:
+            return self.site.o.rows
+        return head_rows(self.site.num_heads, self.site.by_role("value").head_dim)
 
 
-def _grad(
-    output: Tensor, inputs: tuple[Tensor, ...], weight: Tensor | None, *, create_graph: bool = False
-) -> tuple[Tensor, ...]:
-    """Gradients; zero where no path leads from an input to the output."""
+def _stop(module: nn.Module, args: Any) -> None:
+    raise _Reached(args[0])
+
+
+def _double_copy(module: nn.Module, name: str) -> nn.Module:
+    """A copy in float64 on the CPU, without hooks, which may hold what cannot be copied.
+
+    Raises: CopyError if something else in it cannot be copied.
+    """
+    hooks = [part.__dict__[kind] for part in module.modules() for kind in HOOKS if kind in part.__dict__]
+    memo: dict[int, Any] = {id(held): OrderedDict() for held in hooks}
+    try:
+        replica = copy.deepcopy(module, memo)
+    except Exception as error:  # an arbitrary attribute may raise anything
+        raise CopyError(
+            f"{name or type(module).__name__}: its module cannot be copied ({type(error).__name__}: {error}), "
+            "so its derivatives cannot be computed"
+        ) from error
+    for part in replica.modules():
+        _fold(part)
+    replica = replica.to("cpu").double()
+    replica.eval()
+    return replica.requires_grad_(False)
+
+
+def _fold(module: nn.Module) -> None:
+    """Store what a conditioned module reads as its weight, and make it a plain module again.
+
+    The correction has no gradient, so that derivatives with respect to the stored and to the effective weight are the
+    same.
+    """
+    effective = {name: effective_weight(module, name).detach().clone() for name in corrections_of(module)}
+    remove_conditioning(module)
+    for name, value in effective.items():
+        module.register_parameter(name, nn.Parameter(value))
+
+
+def _grad(output: Tensor, inputs: tuple[Tensor, ...], weight: Tensor | None, **options: bool) -> tuple[Tensor, ...]:
+    """Gradients; zero where no path leads from an input to the output (the queries of a single token)."""
     if not output.requires_grad:
-        return tuple(torch.zeros_like(w) for w in inputs)
+        count = weight.shape[:1] if options.get("is_grads_batched") and weight is not None else ()
+        return tuple(w.new_zeros(*count, *w.shape) for w in inputs)
     return torch.autograd.grad(
-        output, inputs, weight, retain_graph=True, create_graph=create_graph, allow_unused=True, materialize_grads=True
+        output, inputs, weight, retain_graph=True, allow_unused=True, materialize_grads=True, **options
     )
 
 
@@ -198,8 +296,8 @@ class ModuleJacobian(JacobianOperator):
         >>> x = torch.randn(1, 5, 8)
         >>> [captured] = capture_attention(nn.MultiheadAttention(8, 2, batch_first=True), (x, x, x))
         >>> head = ModuleJacobian(captured, 0)
-        >>> head.shape, head.adjoint_error() < 1e-10
-        ((20, 96), True)
+        >>> head.shape
+        (20, 96)
     """
 
     def __init__(
@@ -237,16 +335,22 @@ class ModuleJacobian(JacobianOperator):
                 f"{captured.site.name}: expected a key/value head below {captured.site.num_kv_heads}, got {kv_head}"
             )
         captured.check_weights()
-        self.captured, self.kv_head = captured, kv_head
+        self.captured, self.site, self.kv_head = captured, captured.site, kv_head
+        self._slots = [self.site.by_role(role) for role in ROLES]
         self._replica = Replica(captured.site, captured.call)
         self.group = group = captured.query_heads(kv_head, query_head)
         self._rows = [self.site.by_role("query").rows[group]]
         self._rows += [self.site.by_role(role).rows[kv_head : kv_head + 1] for role in ("key", "value")]
-        self._columns = self._replica.columns[group]
-        heads = [self._rows_of(slot, rows) for slot, rows in zip(self._slots, self._rows, strict=True)]
-        self.w_q, self.w_k, self.w_v = heads[0], heads[1][0], heads[2][0]
+        self.columns = self._replica.columns[group]
+        """Columns of each query head of the group in what W_O reads, (g, dv)."""
+        heads = [
+            slot.as_matrix(self._replica.stored(slot))[rows].clone()
+            for slot, rows in zip(self._slots, self._rows, strict=True)
+        ]
+        self._weights = self.w_q, self.w_k, self.w_v = heads[0], heads[1][0], heads[2][0]
         self.samples: list[int] | None = None
-        self._batch, self._kept = _batch_of(captured), None  # type: tuple[BatchAxis, Tensor | None]
+        self._batch = _batch_of(captured)
+        self._kept: Tensor | None = None
         with torch.no_grad():
             everything = self._all_heads(self.w_q, self.w_k, self.w_v)
         self._check_replay(everything)
@@ -254,7 +358,7 @@ class ModuleJacobian(JacobianOperator):
             everything = self._choose(list(samples), everything, alone)
         self.num_rows = everything.shape[0]
         if not self._heads_are_apart(everything):
-            self._columns = torch.arange(everything.shape[1])[None]
+            self.columns = torch.arange(everything.shape[1])[None]
 
     @torch.no_grad()
     def _choose(self, samples: list[int], everything: Tensor, alone: bool) -> Tensor:
@@ -283,22 +387,9 @@ class ModuleJacobian(JacobianOperator):
         return everything if rows is None else everything[rows]
 
     @property
-    def site(self) -> AttentionSite:
-        """The attention."""
-        return self.captured.site
-
-    @property
-    def _slots(self) -> list[Slot]:
-        return [self.site.by_role(role) for role in ROLES]
-
-    @property
     def shape(self) -> tuple[int, int]:
         """Outputs g * tokens * dv, of the call or of the samples chosen, and the entries of W_q, W_k and W_v."""
-        return self.num_rows * self._columns.numel(), sum(w.numel() for w in self._weights)
-
-    @property
-    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.w_q, self.w_k, self.w_v
+        return self.num_rows * self.columns.numel(), sum(w.numel() for w in self._weights)
 
     def gram(self, side: Side = "outputs") -> GramOperator:
         """J J^T, or the smaller of J J^T and J^T J, from J itself."""
@@ -335,14 +426,6 @@ class ModuleJacobian(JacobianOperator):
         tokens = tokens.movedim(1, -1) if is_map(slot, tokens) else tokens
         return numerical_rank(as_double(tokens).reshape(-1, slot.in_features))
 
-    def _rows_of(self, slot: Slot, rows: Tensor) -> Tensor:
-        return slot.as_matrix(self._replica.weight(slot))[rows].clone()
-
-    @property
-    def columns(self) -> Tensor:
-        """Columns of each query head of the group in what W_O reads, (g, dv)."""
-        return self._columns
-
     def stored(self, slot: Slot) -> Tensor:
         """The copied weight that holds a slot: the very tensor that `run` multiplies."""
         return self._replica.stored(slot)
@@ -357,7 +440,7 @@ class ModuleJacobian(JacobianOperator):
         weights: dict[str, Tensor] = {}
         for slot, rows, head in zip(self._slots, self._rows, heads, strict=True):
             key = self._replica.weight_key(slot)
-            stored = weights.get(key, self._replica.weight(slot))
+            stored = weights.get(key, self._replica.stored(slot))
             matrix = slot.as_matrix(stored).index_copy(0, rows.flatten(), head.reshape(rows.numel(), -1))
             weights[key] = slot.with_matrix(stored, matrix)
         everything = self._replica.heads(weights)
@@ -367,7 +450,7 @@ class ModuleJacobian(JacobianOperator):
         """Output (g, tokens, dv) with other weights (g, d, D), (d, E), (dv, E); the captured ones where None."""
         given = (w_q, w_k, w_v)
         heads = [own if new is None else new for own, new in zip(self._weights, given, strict=True)]
-        return self._all_heads(*heads)[:, self._columns].transpose(0, 1)
+        return self._all_heads(*heads)[:, self.columns].transpose(0, 1)
 
     @torch.no_grad()
     def _heads_are_apart(self, everything: Tensor) -> bool:
@@ -381,7 +464,7 @@ class ModuleJacobian(JacobianOperator):
             return False
         other = self._all_heads(self.w_q, self.w_k, self.w_v + 1.0)
         changed = (other - everything).norm(dim=0) > 1e-9 * other.norm()
-        own = torch.zeros_like(changed).index_fill(0, self._columns.flatten(), True)
+        own = torch.zeros_like(changed).index_fill(0, self.columns.flatten(), True)
         return not bool((changed & ~own).any())
 
     def _check_replay(self, everything: Tensor) -> None:
@@ -406,16 +489,35 @@ class ModuleJacobian(JacobianOperator):
             )
 
     @cached_property
-    def _products(self) -> Products:
-        return Products(self.output, self._weights, self.shape[0], self.batch_size)
+    def _recorded(self) -> Tensor:
+        """The output with the graph that leads to `_leaves`."""
+        with torch.enable_grad():
+            return self.output(*self._leaves)
+
+    @cached_property
+    def _leaves(self) -> tuple[Tensor, ...]:
+        return tuple(w.clone().requires_grad_(True) for w in self._weights)
 
     def rmatvec(self, u: Tensor) -> Tensor:
-        """J^T u, by reverse-mode differentiation."""
-        return self._products.vjp(u)
+        """J^T u."""
+        return self.flatten(*_grad(self._recorded, self._leaves, u.view_as(self._recorded)))
 
     def matvec(self, v: Tensor) -> Tensor:
-        """J v, by forward-mode differentiation."""
-        return self._products.jvp(v)
+        """J v."""
+        with torch.enable_grad():
+            u = torch.zeros_like(self._recorded, requires_grad=True)
+            pulled = _grad(self._recorded, self._leaves, u, create_graph=True)
+            total = torch.stack([(p * t).sum() for p, t in zip(pulled, self.unflatten(v), strict=True)]).sum()
+        return _grad(total, (u,), None)[0].flatten()
+
+    def flatten(self, *weights: Tensor) -> Tensor:
+        """Weights as one vector (p,), in the order of the columns."""
+        return torch.cat([w.mT.reshape(-1) for w in weights])
+
+    def unflatten(self, vector: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of `flatten`."""
+        parts = vector.split([w.numel() for w in self._weights])
+        return tuple(part.view(w.mT.shape).mT for part, w in zip(parts, self._weights, strict=True))
 
     @property
     def batch_size(self) -> int:
@@ -424,22 +526,26 @@ class ModuleJacobian(JacobianOperator):
         maps = 8 * self.site.num_heads * rows * max(rows, self._replica.width)
         return max(1, min(LARGEST_BATCH, BATCH_BYTES // maps))
 
-    def adjoint_error(self, generator: torch.Generator | None = None) -> float:
-        """How far J v in forward mode and J^T u in reverse mode are from adjoint: rounding, if all is well."""
-        return self._products.adjoint_error(generator)
-
     def as_matrix(self) -> Tensor:
         """J (n, p), by reverse passes for all outputs.
 
         Raises: WeightError if it has NaN or infinite entries.
         """
-        outputs = self.shape[0]
+        outputs, together = self.shape[0], True
         jacobian = torch.empty(self.shape, dtype=torch.float64)
         for first in range(0, outputs, self.batch_size):
             rows = jacobian[first : first + self.batch_size]
             units = torch.zeros(len(rows), outputs, dtype=torch.float64)
             units.diagonal(first).fill_(1.0)
-            rows.copy_(self._products.vjps(units))
+            if together:
+                try:
+                    cotangents = units.view(-1, *self._recorded.shape)
+                    pulled = _grad(self._recorded, self._leaves, cotangents, is_grads_batched=True)
+                    rows.copy_(torch.cat([w.mT.flatten(1) for w in pulled], dim=1))
+                    continue
+                except (NotImplementedError, RuntimeError, ValueError):
+                    together = False  # an operation of this module cannot be batched (or must fail by itself)
+            rows.copy_(torch.stack([self.rmatvec(unit) for unit in units]))
         if not bool(torch.isfinite(jacobian).all()):
             raise WeightError(f"{self.site.name}: its derivative has NaN or infinite entries")
         return jacobian

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,44 +39,49 @@ CPU = torch.device("cpu")
 Side = Literal["outputs", "smaller"]
 
 
-class GramSteps(Protocol):
-    """A Gram matrix for iterations that a float32 factor steers; see `wellcond.jacobian.ends`.
+class GramSteps(abc.ABC):
+    """A Gram matrix A^T A for iterations that a float32 factor steers; see `wellcond.jacobian.ends`.
 
-    It is J J^T, or J^T J whose null directions are lifted to the upper end of the spectrum.
+    A is J^T, or J; the null directions of J^T J are lifted to the upper end of the spectrum, `num_null` of them.
     """
 
+    num_null: int = 0
+
     @property
+    @abc.abstractmethod
     def size(self) -> int:
         """Rows of the matrix."""
-        ...
 
-    @property
-    def num_null(self) -> int:
-        """Null directions that were lifted."""
-        ...
+    @abc.abstractmethod
+    def forward(self, rows: Tensor) -> Tensor:
+        """A of every row, before anything is lifted, float64."""
 
-    def matmat(self, rows: Tensor) -> Tensor:
-        """Products with the matrix of J before anything is lifted, float64."""
-        ...
+    @abc.abstractmethod
+    def backward(self, rows: Tensor) -> Tensor:
+        """A^T of every row."""
 
-    def scaled_matmat(self, rows: Tensor, largest: float) -> Tensor:
-        """Products with the matrix of J / largest, float64."""
-        ...
-
+    @abc.abstractmethod
     def lower_float32(self, largest: float) -> Tensor:
         """The lower triangle of the matrix of J / largest."""
-        ...
 
+    @abc.abstractmethod
     def shifted(self, largest: float, bound: float) -> Tensor | None:
         """The lower triangle of a float64 matrix that is positive definite exactly if this one less `bound` I is.
 
         None where it is known not to be.
         """
-        ...
+
+    def matmat(self, rows: Tensor) -> Tensor:
+        """Products with A^T A."""
+        return self.backward(self.forward(rows))
+
+    def scaled_matmat(self, rows: Tensor, largest: float) -> Tensor:
+        """Products with the matrix of J / largest, what is lifted included."""
+        return self.matmat(rows) / largest**2
 
     def norm_of(self, vector: Tensor) -> float:
-        """|J x| / |x| (or |J^T x| / |x|) without squaring J."""
-        ...
+        """|A x| / |x|: nothing is squared that loses digits."""
+        return float(self.forward(vector[None]).norm() / vector.norm())
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,9 +37,9 @@ from torch import Tensor
 
 from wellcond.errors import WeightError
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis, judge_head, map_statistics
-from wellcond.jacobian.gram import OutputSteps, output_gram
+from wellcond.jacobian.gram import output_gram
 from wellcond.jacobian.head import Head, JacobianFactors, compressed, softmax_weights, through_softmax, with_constant
-from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side
+from wellcond.jacobian.operator import GramOperator, GramSteps, Hints, JacobianOperator, Side
 from wellcond.jacobian.ranks import RankBound, counted_biases, wide_shape
 from wellcond.jacobian.rowwise_rank import rowwise_rank_bound
 from wellcond.linalg.lanczos import largest_eigenvalues
@@ -250,7 +250,9 @@ class RowwiseHead(JacobianOperator):
         # W_r and t_rj of every row and key, and what they are made of.
         scratch = 2 * head.num_rows * len(head.memory) * (head.head_dim + head.value_dim)
         scratch += 0 if by_query is None else by_query.numel()
-        return GramOperator(head.num_outputs, self._gram_product, self._output_gram, scratch=scratch, steps=self._steps)
+        # Not known for iterations where the values pass a map.
+        steps = None if self.value_map is not None else lambda: self.factors
+        return GramOperator(head.num_outputs, self._gram_product, self._output_gram, scratch=scratch, steps=steps)
 
     def _output_gram(self) -> Tensor:
         gram = mirrored_(self.factors.lower_gram())
@@ -260,13 +262,6 @@ class RowwiseHead(JacobianOperator):
                 column = self._value_column(vy, c)
                 gram.addmm_(column, column.T)
         return gram
-
-    def _steps(self) -> OutputSteps | None:
-        """None where the values pass a map."""
-        if self.value_map is not None:
-            return None
-        kind = RowwiseFactors
-        return OutputSteps(self.factors, kind.lower_gram, kind.pull_back, kind.push_forward, kind.in_float32)
 
     @cached_property
     def factors(self) -> RowwiseFactors:
@@ -328,8 +323,8 @@ class RowwiseHead(JacobianOperator):
 
 
 @dataclass(frozen=True, eq=False)
-class RowwiseFactors:
-    """What J J^T and its products are made of.
+class RowwiseFactors(GramSteps):
+    """What J J^T and its products are made of; J J^T for iterations.
 
     Attributes:
         x: inputs of the query parameters as each row sees them, (R, columns).
@@ -347,10 +342,15 @@ class RowwiseFactors:
     t: Tensor
     y: Tensor
 
-    def in_float32(self, largest: float) -> RowwiseFactors:
-        """Factors of J / `largest`, every factor of moderate size: squares must not leave the range of float32."""
+    @property
+    def size(self) -> int:
+        """R dv."""
+        return self.m.shape[0] * self.m.shape[1]
+
+    def lower_float32(self, largest: float) -> Tensor:
+        """The lower triangle of J J^T / largest^2, from factors of moderate size: squares must stay within float32."""
         m_size, w_size, y_size = (float(part.abs().max()) or 1.0 for part in (self.m, self.w, self.y))
-        return RowwiseFactors(
+        scaled = RowwiseFactors(
             x=(self.x * (m_size / largest)).float(),
             m=(self.m / m_size).float(),
             py=(self.py / largest).float(),
@@ -358,6 +358,13 @@ class RowwiseFactors:
             t=(self.t * (w_size * y_size / largest)).float(),
             y=(self.y / y_size).float(),
         )
+        return scaled.lower_gram()
+
+    def shifted(self, largest: float, bound: float) -> Tensor:
+        """The lower triangle of J J^T - bound I; nothing needs `largest` here."""
+        gram = self.lower_gram()
+        gram.diagonal().sub_(bound)
+        return gram
 
     def lower_gram(self) -> Tensor:
         """The lower triangle of J J^T; what is above the diagonal is not defined."""
@@ -376,7 +383,7 @@ class RowwiseFactors:
         t = self.t[:, :, channels].permute(2, 0, 1)[:, :, None, :]
         return ((self.w * t).flatten(1, 2) @ self.y).permute(1, 2, 0)
 
-    def pull_back(self, u: Tensor) -> Tensor:
+    def forward(self, u: Tensor) -> Tensor:
         """J^T u for rows u (k, R dv): (k, parameters)."""
         by_row = u.view(len(u), len(self.m), -1).permute(1, 2, 0)  # (r, o, k)
         to_q = (self.x.T @ (self.m.mT @ by_row).flatten(1)).unflatten(1, (-1, len(u)))  # (a, c, k)
@@ -385,7 +392,7 @@ class RowwiseFactors:
         to_v = (self.py.T @ by_row.flatten(1)).unflatten(1, (-1, len(u)))  # (a, o, k)
         return torch.cat([part.flatten(0, 1) for part in (to_q, to_k, to_v)]).T
 
-    def push_forward(self, w: Tensor) -> Tensor:
+    def backward(self, w: Tensor) -> Tensor:
         """J w for rows w (k, parameters): (k, R dv)."""
         (_, dv, d), k = self.m.shape, len(w)
         widths = (self.x.shape[1] * d, self.y.shape[1] * d, self.py.shape[1] * dv)

@@ -15,15 +15,14 @@ from torch import Tensor
 
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
-from wellcond.jacobian.capture.attention import CapturedAttention
+from wellcond.jacobian.capture import CapturedAttention
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
-from wellcond.jacobian.graph import NotTracedError
 from wellcond.jacobian.module import ModuleJacobian, num_samples
 from wellcond.jacobian.operator import JacobianOperator, ProjectedHeads
 from wellcond.jacobian.rowwise import RowwiseHead
 from wellcond.jacobian.softmax import SoftmaxJacobian
-from wellcond.jacobian.trace import trace_rowwise
+from wellcond.jacobian.trace import NotTracedError, trace_rowwise
 
 AGREEMENT_OF_OUTPUT: Final = 1e-9
 """Relative difference up to which a structured operator has the output of the module's own float64 copy."""
@@ -61,14 +60,6 @@ class Request:
     biases: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A structured operator that is not believed yet, and the value whose derivative it says to be."""
-
-    selected: SelectedOperator
-    output: Tensor
-
-
 @dataclass(frozen=True)
 class ApproximatedMap:
     """The softmax that an attention approximates."""
@@ -78,7 +69,7 @@ class ApproximatedMap:
     """Relative difference, in the Frobenius norm, of what stands in its place; None where the module computes it."""
 
 
-Build = Callable[[Request], Candidate | None]
+Build = Callable[[Request], SelectedOperator | None]
 Approximated = Callable[[CapturedAttention, int], ApproximatedMap | None]
 BUILDERS: dict[str, Build] = {}
 APPROXIMATED: dict[str, Approximated] = {}
@@ -87,8 +78,9 @@ APPROXIMATED: dict[str, Approximated] = {}
 def register_operator(*kinds: str, approximated: Approximated | None = None) -> Callable[[Build], Build]:
     """Decorator: use a function to build the operators of attentions of these kinds (`AttentionSite.kind`).
 
-    The function gets a `Request` and returns a `Candidate`, or None where it does not apply. `approximated` is asked
-    for the softmax that such an attention approximates.
+    The function gets a `Request` and returns a `SelectedOperator`, or None where it does not apply. The operator has an
+    ``output()`` beside its other members: it is believed only if this and a product with J J^T are the module's own.
+    `approximated` is asked for the softmax that such an attention approximates.
     """
 
     def register(build: Build) -> Build:
@@ -146,7 +138,7 @@ def select_operator(
     plain attention whose caller has it already.
     """
     if captured.is_plain:
-        plain = plain or SoftmaxJacobian(captured.stacked_head(kv_head, samples, query_head=query_head), biases)
+        plain = plain or SoftmaxJacobian(captured.head(kv_head, samples, query_head=query_head), biases)
         stacked = ", samples stacked" if len(samples) > 1 else ""
         return SelectedOperator(plain, f"structured: plain softmax{stacked}")
     kind = captured.site.kind
@@ -154,11 +146,11 @@ def select_operator(
     module = ModuleJacobian(captured, kv_head, samples=samples, alone=alone, query_head=query_head)
     build, request = BUILDERS.get(kind), Request(captured, module, kv_head, samples, False)
     candidate = None if build is None else build(request)
-    if build is not None and candidate is not None and _agree(candidate, module):
+    if build is not None and candidate is not None and _agree(candidate.operator, module):
         # With biases as parameters the module cannot be asked; without them it could, and agreed.
         found = build(replace(request, biases=True)) if biases else candidate
         if found is not None:
-            return found.selected
+            return found
     left_out = "; biases are not counted" if biases else ""
     return SelectedOperator(module, f"generic derivatives: {captured.why_not_plain}{left_out}")
 
@@ -168,18 +160,18 @@ def output_operator(captured: CapturedAttention, samples: Sequence[int], biases:
     site = captured.site
     assert site.o is not None
     w_o = site.o.read().detach().cpu().double().transpose(0, 1).flatten(1)  # (out, heads dv) from (heads, out, dv)
-    heads = captured.stacked_heads([(head, None) for head in range(site.num_kv_heads)], samples)
+    heads = captured.heads([(head, None) for head in range(site.num_kv_heads)], samples)
     sizes = tuple((head.num_query_heads, head.num_tokens, head.value_dim) for head in heads)
     return ProjectedHeads(tuple(SoftmaxJacobian(head.cpu(), biases) for head in heads), sizes, w_o)
 
 
-def _agree(candidate: Candidate, module: ModuleJacobian) -> bool:
+def _agree(operator: Any, module: ModuleJacobian) -> bool:
     """Whether it has the output of the module and, for a vector drawn at random, its product with J J^T."""
-    mine, theirs = candidate.output.flatten(), module.output().flatten()
+    mine, theirs = operator.output().flatten(), module.output().flatten()
     if mine.shape != theirs.shape or not _close(mine, theirs, AGREEMENT_OF_OUTPUT):
         return False
     u = torch.randn(module.shape[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    product = candidate.selected.operator.gram().matvec(u)
+    product = operator.gram().matvec(u)
     return _close(product, module.gram().matvec(u), AGREEMENT_OF_PRODUCT)
 
 
@@ -188,7 +180,7 @@ def _close(mine: Tensor, theirs: Tensor, rtol: float) -> bool:
 
 
 @register_operator("cross_covariance", "channel")
-def _channel(request: Request) -> Candidate | None:
+def _channel(request: Request) -> SelectedOperator | None:
     site, x, samples = request.captured.site, request.captured.x, request.samples
     if x is None or len(samples) > 1 or samples[0] >= len(x):
         return None
@@ -207,7 +199,7 @@ def _channel(request: Request) -> Candidate | None:
         **_weights(site, request.kv_head),
     )
     how = f"structured: {site.kind.replace('_', '-')} attention"
-    return Candidate(SelectedOperator(operator, how), operator.output())
+    return SelectedOperator(operator, how)
 
 
 def _weights(site: AttentionSite, kv_head: int) -> dict[str, Any]:
@@ -222,7 +214,7 @@ def _weights(site: AttentionSite, kv_head: int) -> dict[str, Any]:
 
 
 @register_operator("softmax")
-def _rowwise(request: Request) -> Candidate | None:
+def _rowwise(request: Request) -> SelectedOperator | None:
     site = request.captured.site
     try:
         operator = trace_rowwise(request.module, biases=request.biases)
@@ -233,4 +225,4 @@ def _rowwise(request: Request) -> Candidate | None:
     said += site.modifiers
     diagnose = operator.diagnose if isinstance(operator, RowwiseHead) else None
     how = f"structured: {', '.join(said) or 'row-wise softmax'}"
-    return Candidate(SelectedOperator(operator, how, diagnose), operator.output())
+    return SelectedOperator(operator, how, diagnose)

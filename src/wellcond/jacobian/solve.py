@@ -27,9 +27,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wellcond.errors import MemoryLimitError, NotDefinedError, TooLongError, check_choice
+from wellcond.arguments import check_choice
+from wellcond.errors import MemoryLimitError, NotDefinedError, TooLongError
 from wellcond.jacobian import problem as limits
 from wellcond.jacobian.ends import factorise_, from_qr, from_triangle, least_singular_value, no_eigenvalue_below
+from wellcond.jacobian.operator import JacobianOperator
 from wellcond.jacobian.problem import (
     CLOSED,
     DECOMPOSED_PER_SECOND,
@@ -39,12 +41,15 @@ from wellcond.jacobian.problem import (
     LARGEST_SQUARED_KAPPA,
     METHODS,
     OPERATIONS_PER_SECOND,
+    Convention,
     Cost,
+    JacobianSpectrum,
+    MethodName,
     Problem,
+    Status,
     Task,
     show_seconds,
 )
-from wellcond.jacobian.records import JacobianSpectrum, MethodName, Status
 from wellcond.linalg.lanczos import largest_eigenvalue
 from wellcond.linalg.spectrum import singular_values, where_decomposed
 
@@ -68,15 +73,7 @@ class Solver:
     run: Callable[[Sequence[Task]], list[JacobianSpectrum]]
 
 
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """A solver for a problem, and what it costs."""
-
-    solver: Solver
-    cost: Cost
-
-
-def choose(problem: Problem) -> Choice:
+def choose(problem: Problem) -> tuple[Solver, Cost]:
     """The first solver of the table that is applicable and fits into the memory.
 
     Raises:
@@ -87,7 +84,7 @@ def choose(problem: Problem) -> Choice:
     for solver in SOLVERS:
         cost = solver.cost(problem) if problem.is_auto or solver.method == problem.asked else None
         if cost is not None and cost.num_bytes <= problem.limit:
-            return Choice(solver, cost)
+            return solver, cost
     if problem.is_auto:
         raise MemoryLimitError(
             f"even matrix-free products need about {problem.needed_bytes('implicit'):,} bytes, and {problem.limit:,} "
@@ -107,15 +104,42 @@ def solve(problems: Sequence[Problem], admit: Callable[[float], bool] | None = N
     Raises: as `choose`; TooLongError if `admit`, asked with the seconds expected, says no.
     """
     choices = [choose(problem) for problem in problems]
-    seconds = sum(choice.cost.seconds for choice in choices)
+    seconds = sum(cost.seconds for _, cost in choices)
     if admit is not None and not admit(seconds):
         raise TooLongError(seconds, show_seconds(seconds))
     found: dict[int, JacobianSpectrum] = {}
     for solver in SOLVERS:
-        mine = [at for at, choice in enumerate(choices) if choice.solver is solver]
-        tasks = [Task(problems[at], solver.method, choices[at].cost) for at in mine]
+        mine = [at for at, (chosen, _) in enumerate(choices) if chosen is solver]
+        tasks = [Task(problems[at], solver.method, choices[at][1]) for at in mine]
         found |= zip(mine, solver.run(tasks) if tasks else [], strict=True)
     return [found[at] for at in range(len(problems))]
+
+
+def operator_spectrum(
+    operator: JacobianOperator,
+    *,
+    convention: Convention = "wide",
+    method: str = "auto",
+    rtol: float | None = None,
+    memory_limit: int | None = None,
+) -> JacobianSpectrum:
+    """Spectrum of any operator; arguments as in `jacobian_spectrum`."""
+    return solve([Problem(operator, convention, method, rtol, memory_limit)])[0]
+
+
+def operator_spectra(
+    operators: Sequence[JacobianOperator],
+    *,
+    convention: Convention = "wide",
+    method: str = "auto",
+    memory_limit: int | None = None,
+    admit: Callable[[float], bool] | None = None,
+) -> list[JacobianSpectrum]:
+    """Spectra of operators of one class and shape; those that take the solver ``gram`` are decomposed together.
+
+    Raises: as `jacobian_spectrum`; TooLongError if `admit`, asked with the seconds expected, says no.
+    """
+    return solve([Problem(one, convention, method, memory_limit=memory_limit) for one in operators], admit)
 
 
 def _each(run: Callable[[Task], JacobianSpectrum]) -> Callable[[Sequence[Task]], list[JacobianSpectrum]]:
@@ -154,16 +178,15 @@ def _closed_form_cost(problem: Problem) -> Cost | None:
 def _closed_form(task: Task) -> JacobianSpectrum:
     closed = task.problem.closed_form
     assert closed is not None
-    (low, high), largest = closed.interval, math.sqrt(closed.top.value)
+    (low, high, error), top = closed
     return task.record(
-        largest,
+        math.sqrt(top.value),
         low,
         low,
         task.problem.gram.size,
         "exact",
-        max_bounds=(largest, task.problem.hints.bounds()[1]),
-        rank_bounds=(low - closed.error, high + closed.error),
-        num_products=closed.top.num_products,
+        rank_bounds=(low - error, high + error),
+        num_products=top.num_products,
     )
 
 
@@ -223,7 +246,6 @@ def _certified_ends(task: Task) -> JacobianSpectrum | None:
         problem.bound.rank,
         "exact",
         reason=f"more than {limits.LARGEST_FULL_SVD}, so both ends only: {least.reason}, proved by a factorisation",
-        max_bounds=(largest, problem.hints.bounds()[1]),
         rank_bounds=(math.sqrt(max(0.0, below - rounding)), _squared_interval(least.value, largest, steps.size)[1]),
         num_products=top.num_products + least.num_products,
     )
@@ -337,7 +359,7 @@ def _without_squares(task: Task, why: str, largest: float, high: float, num_prod
     problem = task.problem
     if problem.fits_triangle():
         return from_triangle(task, f"{why}: ")
-    rank, (sure, highest) = problem.bound.rank, problem.hints.bounds()
+    rank, sure = problem.bound.rank, problem.hints.bounds()[0]
     sure = sure if problem.has_full_rank else 0.0
     return task.record(
         largest,
@@ -346,7 +368,6 @@ def _without_squares(task: Task, why: str, largest: float, high: float, num_prod
         rank,
         "estimate" if sure else "numerically singular",
         reason=why,
-        max_bounds=(largest, highest),
         rank_bounds=(sure, max(sure, high)),
         num_products=num_products,
     )
@@ -402,7 +423,7 @@ def _cholesky(task: Task) -> JacobianSpectrum:
     top = largest_eigenvalue(gram.matvec, n)
     if top.value <= 0:
         return task.from_singular_values(torch.zeros(n, dtype=torch.float64))
-    largest, (sure, highest) = math.sqrt(top.value), problem.hints.bounds()
+    largest, sure = math.sqrt(top.value), problem.hints.bounds()[0]
     reason = None
     steps = gram.steps() if gram.steps is not None and n >= limits.SMALLEST_FLOAT32 else None
     if steps is not None:
@@ -416,7 +437,6 @@ def _cholesky(task: Task) -> JacobianSpectrum:
                 n,
                 "exact",
                 reason=least.reason,
-                max_bounds=(largest, highest),
                 rank_bounds=(sure, _squared_interval(least.value, largest, n)[1]),
                 num_products=top.num_products + least.num_products,
             )
@@ -446,7 +466,6 @@ def _cholesky(task: Task) -> JacobianSpectrum:
         n,
         status,
         reason=reason,
-        max_bounds=(largest, highest),
         rank_bounds=(sure, _squared_interval(smallest, largest, n)[1]),
         num_products=top.num_products + bottom.num_products,
     )
@@ -481,7 +500,7 @@ def _lanczos(task: Task, steps: int, *, exhaustive: bool) -> JacobianSpectrum:
     top = largest_eigenvalue(product, n)
     if top.value <= 0:
         return task.from_singular_values(torch.zeros(n, dtype=torch.float64))
-    largest, (sure, highest) = math.sqrt(top.value), problem.hints.bounds()
+    largest, sure = math.sqrt(top.value), problem.hints.bounds()[0]
     # shift I - G turns the smallest eigenvalue into the largest one. It converges slowly when eigenvalues cluster at
     # the lower end, but its Ritz value bounds sigma_min^2 from above in any case, and n steps exhaust the space.
     shift = top.value + top.residual
@@ -500,7 +519,6 @@ def _lanczos(task: Task, steps: int, *, exhaustive: bool) -> JacobianSpectrum:
         smallest if full else math.nan,
         problem.bound.rank,
         "exact" if exact else "estimate",
-        max_bounds=(largest, highest),
         rank_bounds=(sure, high) if full else (0.0, largest),
         num_products=top.num_products + low.num_products,
     )

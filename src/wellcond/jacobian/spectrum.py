@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from wellcond.arguments import check_biases, check_int, check_number, check_tensor
-from wellcond.errors import WeightError, check_choice
+from wellcond.arguments import check_biases, check_choice, check_int, check_number, check_tensor
+from wellcond.errors import WeightError
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.operator import JacobianOperator
-from wellcond.jacobian.problem import Problem
-from wellcond.jacobian.records import Convention, JacobianSpectrum
-from wellcond.jacobian.softmax import SoftmaxJacobian, stacked_jacobian
-from wellcond.jacobian.solve import solve
+from wellcond.jacobian.problem import Convention, JacobianSpectrum
+from wellcond.jacobian.softmax import SoftmaxJacobian
+from wellcond.jacobian.solve import operator_spectrum
+from wellcond.jacobian.stacked import stacked_jacobian
 from wellcond.linalg.spectrum import to_float64
 
 
@@ -103,30 +102,3 @@ def jacobian_spectrum(
         raise WeightError(
             "tokens or weights are too large: squares of the Jacobian leave float64; rescale them"
         ) from error
-
-
-def operator_spectrum(
-    operator: JacobianOperator,
-    *,
-    convention: Convention = "wide",
-    method: str = "auto",
-    rtol: float | None = None,
-    memory_limit: int | None = None,
-) -> JacobianSpectrum:
-    """Spectrum of any operator; arguments as in `jacobian_spectrum`."""
-    return solve([Problem(operator, convention, method, rtol, memory_limit)])[0]
-
-
-def operator_spectra(
-    operators: Sequence[JacobianOperator],
-    *,
-    convention: Convention = "wide",
-    method: str = "auto",
-    memory_limit: int | None = None,
-    admit: Callable[[float], bool] | None = None,
-) -> list[JacobianSpectrum]:
-    """Spectra of operators of one class and shape; those that take the solver ``gram`` are decomposed together.
-
-    Raises: as `jacobian_spectrum`; TooLongError if `admit`, asked with the seconds expected, says no.
-    """
-    return solve([Problem(one, convention, method, memory_limit=memory_limit) for one in operators], admit)

@@ -1,4 +1,4 @@
-"""Tokenisers: what tasks ask of one, those of bytes, of files (of which only data are read) and trained on a text."""
+"""Tokenisers: of bytes, of files and of the hub (of which only data are read), and trained on a text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pydantic import BeforeValidator, Field, PositiveInt
 from wellcond.errors import DataError, RecipeError, needs_extra
 from wellcond.files import read_regular
 from wellcond.lab.data.base import Dataset, listed
-from wellcond.lab.data.disk import cached_folder, find_path
+from wellcond.lab.data.disk import cached_folder, contents, find_in_mirror, find_path, in_a_mirror
+from wellcond.lab.data.tables import HUB_ID
 from wellcond.lab.data.text import Ids, id_type, text_columns, text_fingerprint
 from wellcond.lab.settings import Settings
 
@@ -48,15 +49,32 @@ class TokenizerFile(Settings):
     """Refuses any tokeniser but that of this fingerprint."""
 
 
+class NamedTokenizer(Settings):
+    """A tokeniser of the hub, such as openai-community/gpt2."""
+
+    name: str
+    """A folder, from the recipe's folder or by name in a mirror, or else an id of the hub."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """Refuses any tokeniser but that of this fingerprint."""
+
+
+CHOICES = {"train": TrainedTokenizer, "file": TokenizerFile, "name": NamedTokenizer}
+
+
 def _choose(raw: Any) -> Any:
-    if isinstance(raw, dict) and ("train" in raw) != ("file" in raw):
-        return (TrainedTokenizer if "train" in raw else TokenizerFile).model_validate(raw)
-    if raw == "bytes" or isinstance(raw, (TrainedTokenizer, TokenizerFile)):
+    kinds = [kind for key, kind in CHOICES.items() if isinstance(raw, dict) and key in raw]
+    if len(kinds) == 1:
+        return kinds[0].model_validate(raw)
+    if raw == "bytes" or isinstance(raw, tuple(CHOICES.values())):
         return raw
-    raise ValueError("expected bytes, {train: wordpiece or bpe, vocabulary: 4096} or {file: PATH}")
+    raise ValueError(
+        "expected bytes, {train: wordpiece or bpe, vocabulary: 4096}, {name: FOLDER OR ID OF THE HUB} or {file: PATH}"
+    )
 
 
-TokenizerChoice = Annotated[Literal["bytes"] | TrainedTokenizer | TokenizerFile, BeforeValidator(_choose)]
+TokenizerChoice = Annotated[
+    Literal["bytes"] | TrainedTokenizer | TokenizerFile | NamedTokenizer, BeforeValidator(_choose)
+]
 """Field type of a task."""
 
 
@@ -151,21 +169,57 @@ def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, ba
     if isinstance(choice, TrainedTokenizer):
         assert train is not None
         return trained_tokenizer(choice, train, what)
-    path = find_path(choice.file, base or Path.cwd(), "task.tokenizer.file")
-    tokenizer = read_tokenizer(path)
+    if isinstance(choice, TokenizerFile):
+        where, tokenizer = (
+            choice.file,
+            read_tokenizer(find_path(choice.file, base or Path.cwd(), "task.tokenizer.file")),
+        )
+    else:
+        where, tokenizer = choice.name, _read_named(choice.name, base or Path.cwd())
     if choice.sha256 not in (None, tokenizer.fingerprint):
         raise RecipeError(
-            f"task.tokenizer.sha256: {path} is another tokeniser: expected {choice.sha256}, found "
+            f"task.tokenizer.sha256: {where} is another tokeniser: expected {choice.sha256}, found "
             f"{tokenizer.fingerprint}"
         )
     return tokenizer
 
 
+def _read_named(name: str, base: Path) -> LibraryTokenizer:
+    local = base / Path(name).expanduser()
+    found = local if local.is_dir() else find_in_mirror(name)
+    if found is not None:
+        return read_tokenizer(found)
+    if HUB_ID.fullmatch(name):
+        return _from_transformers(name, f"a folder {name} {in_a_mirror()}, or access to the hub (no HF_HUB_OFFLINE)")
+    raise DataError(
+        f"{name}: there is no such tokeniser.",
+        expected=f"an id of the hub such as openai-community/gpt2, or a folder, here or {in_a_mirror()}",
+        found=contents(local.parent),
+    )
+
+
+def _from_transformers(place: str, expected: str) -> LibraryTokenizer:
+    """The tokeniser of an id of the hub, or of a folder that transformers wrote, without any code of it."""
+    with needs_extra("transformers", "text"):
+        from transformers import AutoTokenizer
+    try:
+        return LibraryTokenizer(AutoTokenizer.from_pretrained(place, trust_remote_code=False).backend_tokenizer)
+    except Exception as error:  # the library has many classes
+        found = f"{type(error).__name__}: {error}"[:300]
+        raise DataError(f"{place}: the tokeniser cannot be read.", expected=expected, found=found) from error
+
+
 def read_tokenizer(path: Path) -> LibraryTokenizer:
-    """The tokeniser of a file, or of a folder that has tokenizer.json, or vocab.json with merges.txt."""
+    """The tokeniser of a file, or of a folder that has tokenizer.json, or vocab.json with merges.txt.
+
+    Another folder is given to transformers, which knows more formats.
+    """
     library = import_tokenizers()
     if path.is_dir():
-        path = next((path / name for name in (TOKENIZER, VOCABULARY, MERGES) if (path / name).is_file()), path)
+        files = [path / name for name in (TOKENIZER, VOCABULARY, MERGES) if (path / name).is_file()]
+        if not files:
+            return _from_transformers(str(path), f"{TOKENIZER}, or {VOCABULARY} and {MERGES}, or tokenizer_config.json")
+        path = files[0]
     pair = path.name in (VOCABULARY, MERGES)
     files = [path.with_name(VOCABULARY), path.with_name(MERGES)] if pair else [path]
     try:

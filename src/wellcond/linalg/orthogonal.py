@@ -2,117 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from wellcond.errors import check_choice
-from wellcond.linalg import spectrum
+from wellcond.arguments import check_choice
+from wellcond.linalg.spectrum import has_float64
 
 Source = Literal["svd", "qr"]
 
 
-@dataclass(frozen=True)
-class Polar:
-    """Polar factors U V^T of a batch of matrices W = U S V^T, with the extreme singular values of W."""
-
-    factor: Tensor
-    sigma_max: Tensor
-    sigma_min: Tensor
-
-
-def polar(matrices: Tensor, *, times_norm: bool = False) -> Polar:
-    r"""Polar factor and extreme singular values of each matrix of a batch (count, m, n), in the input's dtype.
+def polar(matrices: Tensor) -> Tensor:
+    r"""Polar factor of each matrix of a batch (count, m, n), in its dtype, float32 or float64.
 
     .. math:: W = U S V^T \;\mapsto\; U V^T = (W W^T)^{-1/2} W
 
     The second form needs one symmetric eigenproblem of the short side, many times cheaper than an SVD. Squaring loses
     a factor kappa(W)^2 of the precision, so each matrix is accepted from the cheapest route that keeps its answer
     within 100 rounding errors of the dtype asked for: Gram matrix in that dtype, Gram matrix in float64, SVD in
-    float64. The choice depends on the matrix alone, so the same weights always give the same factor.
-
-    With `times_norm` the factor comes multiplied by sigma_max, which is cheaper than doing so afterwards. A zero matrix
-    has factor 0. A rank-deficient one gets one of its many polar factors (all singular values 1). A matrix with NaN or
-    infinite entries gets factor 0 and NaN singular values.
+    float64. The choice depends on the matrix alone, so the same weights always give the same factor. A rank-deficient
+    matrix gets one of its many polar factors (all singular values 1).
 
     Example:
-        >>> polar(torch.tensor([[[0.0, -3.0], [1.0, 0.0]]])).factor[0].round().tolist()
+        >>> polar(torch.tensor([[[0.0, -3.0], [1.0, 0.0]]]))[0].round().tolist()
         [[0.0, -1.0], [1.0, 0.0]]
     """
     if matrices.shape[-2] > matrices.shape[-1]:
-        tall = polar(matrices.mT, times_norm=times_norm)
-        return Polar(tall.factor.mT, tall.sigma_max, tall.sigma_min)
-    target = torch.promote_types(matrices.dtype, torch.float32)
-    work = matrices.to(target)
-    # NaN, infinity and squares that overflow all show in the trace of the Gram matrix, which is cheap to look at.
-    gram = work @ work.mT
-    suspicious = not bool(torch.isfinite(gram.diagonal(dim1=-2, dim2=-1).sum()))
-    finite = torch.isfinite(work).all(-1).all(-1) if suspicious else None
-    if finite is not None:
-        work = torch.where(finite[:, None, None], work, torch.zeros((), dtype=target, device=work.device))
-        result, _ = _polar_from_svd(_in_float64(work), times_norm)
-        result = Polar(
-            result.factor.to(work.device, target),
-            result.sigma_max.to(work.device, target).masked_fill(~finite, float("nan")),
-            result.sigma_min.to(work.device, target).masked_fill(~finite, float("nan")),
-        )
-    else:
-        result, lost = _polar_from_gram(work, times_norm, gram)
-        allowed = 100 * torch.finfo(target).eps
-        if target is not torch.float64:
-            result, lost = _redo_where(lost > allowed, work, result, lost, times_norm, _polar_from_gram)
-        result, _ = _redo_where(lost > allowed, work, result, lost, times_norm, _polar_from_svd)
-    return Polar(result.factor.to(matrices.dtype), result.sigma_max, result.sigma_min)
+        return polar(matrices.mT).mT
+    factor, lost = _polar_from_gram(matrices)
+    methods = [_polar_from_svd] if matrices.dtype is torch.float64 else [_polar_from_gram, _polar_from_svd]
+    for method in methods:
+        again = lost > 100 * torch.finfo(matrices.dtype).eps
+        if bool(again.any()):
+            # Where the device has no float64, on the CPU.
+            work = matrices[again] if has_float64(matrices.device) else matrices[again].cpu()
+            better, lost_now = method(work.double())
+            factor, lost = factor.clone(), lost.clone()
+            factor[again], lost[again] = better.to(factor), lost_now.to(lost)
+    return factor
 
 
-def _polar_from_gram(wide: Tensor, times_norm: bool, gram: Tensor | None = None) -> tuple[Polar, Tensor]:
+def _polar_from_gram(wide: Tensor) -> tuple[Tensor, Tensor]:
     """(W W^T)^{-1/2} W, and the relative error eps * kappa^2 to expect of it (infinite if singular)."""
-    eigenvalues, vectors = torch.linalg.eigh(wide @ wide.mT if gram is None else gram)
-    smallest, largest = eigenvalues[:, 0], eigenvalues[:, -1]
-    lost = torch.finfo(wide.dtype).eps * largest / smallest
-    lost = torch.where(smallest > 0, lost, torch.full_like(lost, float("inf")))
-    norm = largest.clamp_min(0).sqrt()
-    roots = eigenvalues.clamp_min(torch.finfo(wide.dtype).tiny).rsqrt()
-    roots = roots * norm[:, None] if times_norm else roots
-    inverse_root = (vectors * roots[:, None, :]) @ vectors.mT
+    eigenvalues, vectors = torch.linalg.eigh(wide @ wide.mT)
+    smallest, info = eigenvalues[:, 0], torch.finfo(wide.dtype)
+    lost = torch.where(smallest > 0, info.eps * eigenvalues[:, -1] / smallest, torch.inf)
+    inverse_root = (vectors * eigenvalues.clamp_min(info.tiny).rsqrt()[:, None, :]) @ vectors.mT
     # The result in the memory order of the input, so that transposed weights are not transposed twice.
     column_major = wide.stride(-2) == 1 and wide.stride(-1) != 1
-    factor = (wide.mT @ inverse_root).mT if column_major else inverse_root @ wide
-    return Polar(factor, norm, smallest.clamp_min(0).sqrt()), lost
+    return (wide.mT @ inverse_root).mT if column_major else inverse_root @ wide, lost
 
 
-def _polar_from_svd(wide: Tensor, times_norm: bool) -> tuple[Polar, Tensor]:
+def _polar_from_svd(wide: Tensor) -> tuple[Tensor, Tensor]:
     u, s, vh = torch.linalg.svd(wide, full_matrices=False)
-    # A zero matrix has no direction at all: its factor is 0, not an arbitrary rotation.
-    factor = (u @ vh) * (s[:, :1, None] if times_norm else s[:, :1, None] > 0)
-    return Polar(factor, s[:, 0], s[:, -1]), torch.zeros_like(s[:, 0])
-
-
-def _in_float64(tensor: Tensor) -> Tensor:
-    """The same numbers in float64, on the CPU where the device has none."""
-    return tensor.double() if spectrum.has_float64(tensor.device) else tensor.cpu().double()
-
-
-def _redo_where(
-    mask: Tensor, work: Tensor, old: Polar, lost: Tensor, times_norm: bool, method: Callable[..., tuple[Polar, Tensor]]
-) -> tuple[Polar, Tensor]:
-    """Recompute the matrices in `mask` in float64 by `method`."""
-    if not bool(mask.any()):
-        return old, lost
-    new, new_lost = method(_in_float64(work[mask]), times_norm)
-
-    def merged(into: Tensor, values: Tensor) -> Tensor:
-        into = into.clone()
-        into[mask] = values.to(into.device, into.dtype)
-        return into
-
-    result = Polar(
-        merged(old.factor, new.factor), merged(old.sigma_max, new.sigma_max), merged(old.sigma_min, new.sigma_min)
-    )
-    return result, merged(lost, new_lost)
+    return u @ vh, torch.zeros_like(s[:, 0])
 
 
 def random_semi_orthogonal(
@@ -143,7 +87,7 @@ def random_semi_orthogonal(
     check_choice("orthogonal", source, get_args(Source))
     normal = draw_normal((count, rows, columns), generator=generator, device=device)
     if source == "svd":
-        return polar(normal).factor
+        return polar(normal)
     tall = normal if rows >= columns else normal.mT
     q, r = torch.linalg.qr(tall)
     q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]

@@ -1,25 +1,88 @@
 r"""Singular values and ranks of matrices, and the spectrum of the derivative of a softmax; everything in float64.
 
-`resolve_rank` holds the only tolerance rule.
+`resolve_rank` holds the only tolerance rule. What a device can do and how much memory there is is known here too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wellcond.arguments import check_number, check_tensor
 from wellcond.errors import WeightError
-from wellcond.linalg.records import Spectrum
 
 SMALLEST_ON_DEVICE = 1024
 """Smaller side below which a matrix is decomposed on the CPU: CUDA takes such matrices one by one, in small steps."""
+MEMINFO = Path("/proc/meminfo")
+FALLBACK_BYTES = 4 * 2**30
 BISECTIONS = 80  # an interval of width 1e3 in log p shrinks below 1e-20
 LARGEST_SECTION, SECTION_ENTRIES = 16, 2**18
+
+
+def show_kappas(strict: float, pseudo: float) -> str:
+    """A condition number; where it is infinite, the one over the non-zero spectrum beside it.
+
+    Example:
+        >>> show_kappas(12.345678, 12.345678), show_kappas(float("inf"), 3.5)
+        ('kappa 12.35', 'kappa inf, pseudo 3.5')
+    """
+    known = math.isinf(strict) and math.isfinite(pseudo)
+    return f"kappa {strict:.4g}" + (f", pseudo {pseudo:.4g}" if known else "")
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Extreme singular values of one matrix and what follows from them."""
+
+    sigma_max: float
+    sigma_min: float
+    """The last of the min(m, n) singular values, zero or not."""
+    sigma_rank: float
+    """The last one that counts as non-zero."""
+    rank: int
+    nullity: int
+    """min(m, n) - rank."""
+    rtol: float
+
+    def __repr__(self) -> str:
+        """One line."""
+        rank = f"rank {self.rank} of {self.rank + self.nullity}"
+        ends = f"sigma {self.sigma_max:.4g} to {self.sigma_min:.4g}"
+        return f"Spectrum({show_kappas(self.condition_number, self.pseudo_condition_number)}, {ends}, {rank})"
+
+    @property
+    def condition_number(self) -> float:
+        """Strict condition number: infinite below full rank, NaN for a zero matrix."""
+        if self.rank == 0:
+            return float("nan")
+        return float("inf") if self.nullity else self.sigma_max / self.sigma_min
+
+    @property
+    def pseudo_condition_number(self) -> float:
+        """Condition number over the non-zero singular values; NaN for a zero matrix."""
+        return float("nan") if self.rank == 0 else self.sigma_max / self.sigma_rank
+
+    @property
+    def why_not_finite(self) -> str:
+        """Why the strict condition number is infinite or not defined; empty where it is finite."""
+        if self.rank == 0:
+            return "the matrix is zero"
+        return f"rank {self.rank} of {self.rank + self.nullity}" if self.nullity else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with both condition numbers."""
+        return dataclasses.asdict(self) | {
+            "condition_number": self.condition_number,
+            "pseudo_condition_number": self.pseudo_condition_number,
+        }
 
 
 def has_float64(device: torch.device) -> bool:
@@ -57,6 +120,39 @@ def move_to(device: torch.device, record: object, names: Sequence[str]) -> None:
 def where_decomposed(matrices: Tensor) -> Tensor:
     """Matrices where their decomposition is fast: small ones go to the CPU, all of a batch together."""
     return matrices.cpu() if min(matrices.shape[-2:]) < SMALLEST_ON_DEVICE else matrices
+
+
+def available_bytes(device: torch.device | None = None) -> int:
+    """Memory that is free on a GPU; or that can be taken without swapping, page cache that can be dropped included.
+
+    From psutil where it is installed, else from the kernel (Linux). Elsewhere half of the memory of the machine is
+    assumed to be free, or `FALLBACK_BYTES` where that is not known either; `memory_limit` says it better.
+    """
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        import psutil
+    except ImportError:
+        return _kernel_available() or _physical_bytes() // 2 or FALLBACK_BYTES
+    return int(psutil.virtual_memory().available)
+
+
+def _kernel_available() -> int:
+    """MemAvailable of the Linux kernel; 0 where there is none."""
+    try:
+        lines = MEMINFO.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return 0
+    kibibytes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(next(kibibytes, 0))
+
+
+def _physical_bytes() -> int:
+    """Memory of the machine; 0 where it cannot be asked for (Windows)."""
+    try:
+        return max(0, os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
 
 
 def singular_values(matrix: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from wellcond.arguments import describe
 from wellcond.attention.site import AttentionSite
 from wellcond.jacobian.problem import SLOW_SECONDS, show_seconds
-from wellcond.measurement.run import MeasureSettings
+from wellcond.measurement.records import MeasureSettings
 
 Steps = int | Collection[int]
 Heads = Sequence[int] | Literal["all"]

@@ -15,26 +15,26 @@ from torch import Tensor, nn
 
 from wellcond.arguments import check_batch, check_ints, describe
 from wellcond.attention.checks import Chosen, check_readable, choose_sites
-from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import conditioning_of
 from wellcond.errors import TooLongError
-from wellcond.jacobian.bounds import SurrogateFactors, log10_kappa_bound, softmax_spectra
-from wellcond.jacobian.capture import capture_sites
-from wellcond.jacobian.capture.attention import CapturedAttention
+from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.diagnosis import (
     COLLAPSED_MASS,
     AttentionStatistics,
     HeadDiagnosis,
+    SurrogateFactors,
     all_attention_statistics,
     diagnose_head,
     is_collapsed,
+    log10_kappa_bound,
     map_statistics,
+    softmax_spectra,
 )
 from wellcond.jacobian.head import Head, JacobianFactors, build_all_factors
-from wellcond.jacobian.problem import SLOW_SECONDS, show_seconds
-from wellcond.jacobian.records import JacobianSpectrum
+from wellcond.jacobian.problem import SLOW_SECONDS, JacobianSpectrum, show_seconds
 from wellcond.jacobian.select import (
     Part,
     SelectedOperator,
@@ -44,10 +44,10 @@ from wellcond.jacobian.select import (
     samples_of,
     select_operator,
 )
-from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size, stacked_jacobian
-from wellcond.jacobian.spectrum import operator_spectra
-from wellcond.linalg.records import Spectrum
-from wellcond.linalg.spectrum import SoftmaxSpectrum, spectra, to_float64
+from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size
+from wellcond.jacobian.solve import operator_spectra
+from wellcond.jacobian.stacked import stacked_jacobian
+from wellcond.linalg.spectrum import SoftmaxSpectrum, Spectrum, spectra, to_float64
 from wellcond.measurement.records import (
     NUMERICAL,
     FailedHead,
@@ -55,8 +55,11 @@ from wellcond.measurement.records import (
     Kappa,
     LayerReport,
     MeasurementReport,
+    MeasureOptions,
+    MeasureSettings,
+    run_facts,
 )
-from wellcond.measurement.run import MeasurementLog, MeasureOptions, MeasureSettings, run_facts
+from wellcond.measurement.resume import MeasurementLog
 from wellcond.measurement.sharded import measure_sharded
 
 Admit = Callable[[str, int, float | None], bool]
@@ -149,13 +152,13 @@ def measure(
         def measure_layer(site: AttentionSite, call: Any) -> LayerReport:
             count = site.num_heads if task.grouped == "each" else site.num_kv_heads
             known = None if heads is None else [head for head in heads if head < count]
-            captured = capture_sites(site.module, call, [site], max_samples=task.samples)
+            captured = capture_attention(site.module, call, [site], max_samples=task.samples)
             return _measure_captured(captured, known, task, iter, None, pace)[0]
 
         rows = tuple(measure_sharded(model, batch, chosen, measure_layer))
     else:
         asked = sites is not None or layers is not None
-        captured = capture_sites(model, batch, chosen, max_samples=task.samples, required=asked)
+        captured = capture_attention(model, batch, chosen, max_samples=task.samples, required=asked)
         log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
         rows = _measure_captured(captured, heads, task, progress, log, pace)
     return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning, run=facts)
@@ -254,7 +257,7 @@ def _group_heads(captured: CapturedAttention, parts: list[Part], task: MeasureSe
     if captured.is_plain:
         wanted = [(part.kv_head, part.query_head) for part in parts]
         used = samples if task.jacobian else samples[:1]
-        plain = [list(captured.stacked_heads(wanted, some)) for some in used]
+        plain = [list(captured.heads(wanted, some)) for some in used]
     room = GROUP_BYTES if task.memory_limit is None else min(GROUP_BYTES, task.memory_limit)
     size = min((stack_size(heads, room) for heads in plain), default=1)
     if pace.admit is not None:

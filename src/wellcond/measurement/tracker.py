@@ -18,9 +18,8 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import any_distributed, reshard_, unwrap
 from wellcond.errors import WellcondError
 from wellcond.files import json_ready, to_json
-from wellcond.jacobian.problem import show_seconds
-from wellcond.jacobian.records import Convention
-from wellcond.linalg.records import show_kappas
+from wellcond.jacobian.problem import Convention, show_seconds
+from wellcond.linalg.spectrum import show_kappas
 from wellcond.measurement.budget import (
     Allowance,
     Heads,
@@ -41,8 +40,8 @@ from wellcond.measurement.records import (
     HeadReport,
     Kappa,
     make_frame,
+    run_facts,
 )
-from wellcond.measurement.run import run_facts
 from wellcond.measurement.sharded import decided_by_first
 
 

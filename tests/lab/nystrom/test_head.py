@@ -17,11 +17,11 @@ from wellcond.jacobian import problem
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.module import ModuleJacobian
 from wellcond.jacobian.select import select_operator
-from wellcond.jacobian.spectrum import operator_spectrum
+from wellcond.jacobian.solve import operator_spectrum
 from wellcond.lab.models.build import build_model
 from wellcond.lab.models.long_range import MaskedNystromAttention
 from wellcond.lab.nystrom.head import Inverse
-from wellcond.lab.nystrom.operator import NystromJacobian, nystrom_head
+from wellcond.lab.nystrom.operator import NystromJacobian, make_triangle, nystrom_head
 
 TOKENS, WIDTH, HEADS = 24, 8, 2
 RTOL = 1e-12
@@ -281,3 +281,18 @@ def test_attention_map_is_the_softmax_that_is_approximated(mask, jacobian):
     off = (one.approximate_map()[: len(p)] - p).norm() / p.norm()
     assert head.approximation_error == pytest.approx(float(off))
     assert report.to_dict()["layers"][0]["heads"][0]["approximation_error"] == head.approximation_error
+
+
+@pytest.mark.parametrize("rows, columns, rank", [(9, 5, 5), (9, 5, 3), (5, 5, 5), (4, 7, 4), (4, 7, 2), (0, 3, 0)])
+def test_triangle_finds_the_rank(rows, columns, rank):
+    generator = torch.Generator().manual_seed(rows + rank)
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    values, above, below = normal(4).abs() + 1, normal(4, columns), normal(rows, rank) @ normal(rank, columns)
+    top = torch.cat([torch.diag(values), above], dim=1)
+    whole = torch.cat([top, torch.cat([torch.zeros(rows, 4, dtype=torch.float64), below], dim=1)])
+    found = make_triangle(values, above, below, 1e-12).entries
+    assert found.shape == (4 + rank, 4 + rank) and not bool(found.tril(-1).any())
+    torch.testing.assert_close(torch.linalg.svdvals(found), torch.linalg.svdvals(whole)[: 4 + rank])

@@ -6,11 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from lab.data.helpers import write_jsonl, write_parquet
-from lab.helpers import texts
+from lab.data.helpers import write_parquet
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.tokenizers import TrainedTokenizer, make_tokenizer
 from wellcond.lab.train.run import Job, run_job
 
 for library in ("transformers", "tokenizers", "datasets"):
@@ -18,7 +16,6 @@ for library in ("transformers", "tokenizers", "datasets"):
 
 WORDS = "the cat sat on a mat and saw that no dog was near so it ran home to eat fish".split()
 SHORT = ("training.length={steps: 3}", "training.batch_size=8", "evaluation.every={steps: 2}")
-SMALL_GPT2 = "model.arguments={n_layer: 2, n_embd: 16, n_head: 2}"
 
 
 def document(seed, words=60):
@@ -41,10 +38,6 @@ def mirror(tmp_path_factory):
         lines = [line for text in documents(1000 * number, count) for line in ("", " = Heading = \n", f" {text} \n")]
         for config in ("wikitext-2-v1", "wikitext-103-v1"):
             write_parquet(root / "Salesforce/wikitext" / config / f"{split}-00000-of-00001.parquet", {"text": lines})
-    folder = root / "gpt2-bpe"
-    folder.mkdir()
-    choice = TrainedTokenizer(train="bpe", vocabulary=280)
-    make_tokenizer(choice, texts(*documents(0, 20)), "text").inner.model.save(str(folder))
     return root
 
 
@@ -72,32 +65,3 @@ def test_tiny_recipe_runs(name, method, vocabulary, mirror, tmp_path, monkeypatc
     assert record["test"] is not None
     measured = [json.loads(line) for line in (tmp_path / "run/conditioning.jsonl").read_text().splitlines()]
     assert {row["step"] for row in measured} == {0, 2, 3} and len({row["layer"] for row in measured}) == 2
-
-
-@pytest.mark.parametrize("scale", ["small", "paper"])
-@pytest.mark.parametrize("name", ["gpt2-tinystories", "gpt2-wikitext103"])
-def test_larger_gpt2_recipe_runs_with_a_small_model(name, scale, mirror, tmp_path, monkeypatch):
-    monkeypatch.setenv("WELLCOND_DATA", str(mirror))
-    changes = ("training.accumulate=2", "task.context=32", "precision={}", SMALL_GPT2)
-    record = trained(tmp_path / "run", scale, name, "conditioned", *changes)
-    assert record["status"] == "finished" and record["best"]["perplexity"] <= record["final"]["perplexity"]
-    assert (record.get("test") is not None) == (name == "gpt2-wikitext103")
-
-
-@pytest.mark.parametrize(
-    ("scale", "name", "model"),
-    [
-        ("small", "crammed-bert", "{layers: 2, width: 16, heads: 2, feed_forward: 32}"),
-        ("paper", "crammed-bert", "{layers: 2, width: 16, heads: 2, feed_forward: 32}"),
-        ("paper", "bert-12", "{num_hidden_layers: 2, hidden_size: 16, num_attention_heads: 2, intermediate_size: 32}"),
-    ],
-)
-def test_larger_bert_recipe_runs_with_a_small_model_on_a_file(scale, name, model, tmp_path):
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in documents(0, 100)])
-    changes = (
-        f"data={{source: text_stream, files: {corpus}, evaluation_documents: 10}}",
-        "task.tokenizer.vocabulary=50", "task.length=32", "training.accumulate=2", "precision={}",
-        f"model.arguments={model}",
-    )  # fmt: skip
-    record = trained(tmp_path / "run", scale, name, "identity(lam=1)", *changes)
-    assert record["status"] == "finished" and 0 <= record["final"]["masked_accuracy"] <= 1

@@ -18,8 +18,7 @@ import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their 
 from wellcond.attention.evaluation import Arguments, plain_copy
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
-from wellcond.jacobian.capture import capture_sites
-from wellcond.jacobian.capture.attention import CapturedAttention, why_site_is_not_plain
+from wellcond.jacobian.capture import CapturedAttention, capture_attention, why_site_is_not_plain
 from wellcond.jacobian.select import select_operator
 
 NUM_TOKENS, NUM_KEYS, WIDTH = 6, 5, 40
@@ -82,7 +81,7 @@ def try_form(site: AttentionSite) -> str:
             continue
         for arguments in calls(copied):
             try:
-                [captured] = capture_sites(copied.module, arguments, [copied])
+                [captured] = capture_attention(copied.module, arguments, [copied])
                 how = select_operator(captured, 0).how
             except Exception:  # an arbitrary module, called as its signature suggests: the next call may be right
                 continue

@@ -22,7 +22,7 @@ from torch import nn
 from wellcond.attention.find import Scan, find_adapter, find_attention, scan_attention
 from wellcond.cli.zoo.forms import DESCRIBED, captured_forms, forms_of, is_structured, one_of_each_kind
 from wellcond.errors import needs_extra
-from wellcond.jacobian.capture import capture_sites
+from wellcond.jacobian.capture import capture_attention
 from wellcond.lab.models.build import LAYER_COUNTS
 
 # From the smallest up: the first word that a model's name contains decides; names with none of them come last.
@@ -135,7 +135,7 @@ def _forms_in_use(model: nn.Module) -> str:
         try:
             # One of each kind: the maps of all layers of a model of 1,024 pixels have many GB.
             chosen = one_of_each_kind(find_attention(model, strict=False))
-            return captured_forms(capture_sites(model, image, chosen, max_samples=1, required=False))
+            return captured_forms(capture_attention(model, image, chosen, max_samples=1, required=False))
         except Exception:  # a model that takes no image
             return ""
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wellcond.errors import ModelTooLargeError
-from wellcond.linalg.memory import available_bytes
+from wellcond.linalg.spectrum import available_bytes
 
 MOST_TENSORS = 200_000
 """The largest published models have some ten thousand; a constructor that makes more of them never ends."""

@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import scipy.linalg
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.capture.attention import CapturedAttention
+from wellcond.jacobian.capture import CapturedAttention
 from wellcond.jacobian.diagnosis import map_statistics
-from wellcond.jacobian.ends import make_triangle
-from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, TriangleHint
+from wellcond.jacobian.ends import from_the_right
+from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, Triangle, TriangleHint
 from wellcond.jacobian.ranks import RankBound
-from wellcond.jacobian.select import ApproximatedMap, Candidate, Request, SelectedOperator, register_operator
+from wellcond.jacobian.select import ApproximatedMap, Request, SelectedOperator, register_operator
 from wellcond.lab.nystrom.head import Moving, NystromHead, Reach
 from wellcond.linalg.spectrum import resolve_rank, row_space
 
@@ -175,6 +176,42 @@ class NystromJacobian(JacobianOperator):
         return self.head.output()
 
 
+def make_triangle(values: Tensor, above: Tensor, below: Tensor, tolerance: float) -> Triangle:
+    """A triangle with the singular values of [S M_1; 0 M_2], S = diag(values).
+
+    Directions that M_2 moves by no more than the tolerance are zero.
+    """
+    if len(below) >= below.shape[1]:
+        below = torch.linalg.qr(below, mode="r").R
+    dropped = 0.0
+    square = from_the_right(below)[0] if len(below) < below.shape[1] else below
+    if len(square) and not _is_regular(square, tolerance):
+        # Pivoting tells how many directions M_2 has; QR alone does not.
+        pivoted, order = scipy.linalg.qr(below.numpy(), mode="r", pivoting=True)
+        rank = int((abs(pivoted.diagonal()) > tolerance).sum())
+        dropped = float(scipy.linalg.norm(pivoted[rank:]))
+        below = below.new_empty(rank, below.shape[1])
+        below[:, torch.from_numpy(order).long()] = torch.from_numpy(pivoted[:rank])
+    if len(below) < below.shape[1]:
+        # M_2 = [0, R] Q by turning columns, and then [S (x) I, what Q leaves of M_1 above 0] likewise.
+        free = below.shape[1] - len(below)
+        below, above = from_the_right(below, above)
+        wide = torch.cat([above[:, :free], torch.diag(values)], dim=1)
+        corner, above = from_the_right(wide)[0], above[:, free:]
+    else:
+        corner = torch.diag(values)
+    size, first = len(corner) + len(below), len(corner)
+    entries = above.new_zeros(size, size)
+    entries[:first, :first], entries[:first, first:], entries[first:, first:] = corner, above, below
+    return Triangle(entries, dropped)
+
+
+def _is_regular(square: Tensor, tolerance: float) -> bool:
+    """Whether 1 / |R^-1|, by LAPACK's estimate, is well above the tolerance."""
+    reciprocal, _ = scipy.linalg.lapack.dtrcon(square.numpy(), norm="1", uplo="U")
+    return bool(reciprocal * square.abs().sum(0).max() > 10 * tolerance)
+
+
 def _approximates(captured: CapturedAttention) -> bool:
     """With as many landmarks as tokens the module computes the softmax itself."""
     module: Any = captured.site.module
@@ -248,7 +285,7 @@ def nystrom_map(captured: CapturedAttention, index: int, sample: int = 0) -> App
 
 
 @register_operator("nystrom", approximated=nystrom_map)
-def nystrom_operator(request: Request) -> Candidate | None:
+def nystrom_operator(request: Request) -> SelectedOperator | None:
     """The structured operator of one head on one sample; None for biases, another class or several samples."""
     captured = request.captured
     if request.biases or len(request.samples) > 1 or not _approximates(captured):
@@ -259,4 +296,4 @@ def nystrom_operator(request: Request) -> Candidate | None:
     # Layer-normed tokens have mean zero but for the model's own rounding, which must not count as a direction.
     rtol = None if captured.dtype == torch.float64 else 10 * torch.finfo(captured.dtype).eps
     operator = NystromJacobian(head, rtol)
-    return Candidate(SelectedOperator(operator, "structured: Nystrom attention"), operator.output())
+    return SelectedOperator(operator, "structured: Nystrom attention")

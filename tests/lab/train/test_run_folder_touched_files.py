@@ -1,0 +1,260 @@
+"""Files of runs that somebody or a disk has changed: a run comes to the same numbers, or says which file is damaged."""
+
+import json
+import random
+import shutil
+
+import pytest
+
+from lab.small import TESTED, assert_same_run, kill_at_write, record, small_job, small_recipe, stop_after
+from wellcond.errors import RunError, WellcondError
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.plan import read_comparison, write_comparison
+from wellcond.lab.records import load_comparisons, read_json
+from wellcond.lab.report.page import build_report
+from wellcond.lab.train import evaluate
+from wellcond.lab.train.checkpoint import read_finished_run
+from wellcond.lab.train.run import run_job
+
+LOGS = ("steps.jsonl", "evaluations.jsonl", "conditioning.jsonl")
+TENSORS = ("model.safetensors", "optimizer.safetensors", "best.safetensors", "average.safetensors")
+FILES = ("run.json", *LOGS, "state.json", *TENSORS)
+CHANGES = (*TESTED, "training.averaging={decay: 0.9}", "training.log_every=2")
+
+
+def job_in(folder, seed=0):
+    return small_job(folder, "conditioned", *CHANGES, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "digits/conditioned/seed0"
+    assert run_job(job_in(folder))["status"] == "finished"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    assert stop_after(job_in(folder), 9)["status"] == "interrupted"
+    return folder
+
+
+def find(folder, name):
+    [path] = [path for path in folder.rglob(name) if "report" not in path.parts]
+    return path
+
+
+def flip(path, source, count):
+    content = bytearray(path.read_bytes())
+    for at in source.sample(range(len(content)), count):
+        content[at] ^= 1 << source.randrange(8)
+    path.write_bytes(content)
+
+
+def refusal(error, path):
+    """What the user reads names the file, or the checkpoint that it is part of, and says what to delete."""
+    text = str(error)
+    place = path.parent if path.parent.name.startswith("step-") else path
+    assert str(place) in text and "elete" in text and "Traceback" not in text, text
+    return text
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("name", FILES)
+def test_flipped_bits_of_an_interrupted_run(finished, interrupted, tmp_path, name, number):
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    path = find(folder, name)
+    flip(path, random.Random(f"{name} {number}"), count=1 + number // 3)
+    before = path.read_bytes()
+    try:
+        run_job(job_in(folder))
+    except RunError as error:
+        refusal(error, path)
+        assert path.read_bytes() == before
+    else:
+        assert_same_run(finished, folder)
+
+
+def outcome(folder):
+    """What `compare` and `report` show of a complete run: numbers, and the bytes of all tables."""
+    kept = run_job(job_in(folder))
+    [page] = build_report(folder.parents[1], pictures=False)
+    made = {path.name: path.read_bytes() for path in sorted(page.parent.rglob("*")) if path.is_file()}
+    return {name: kept.get(name) for name in ("status", "final", "best", "test", "seconds")}, made
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("name", ("run.json", *LOGS))
+def test_flipped_bits_of_a_finished_run(finished, tmp_path, name, number):
+    root = finished.parents[1]
+    expected = outcome(shutil.copytree(root, tmp_path / "as it was" / root.name) / "conditioned/seed0")
+    folder = shutil.copytree(root, tmp_path / root.name) / "conditioned/seed0"
+    path = folder / name
+    flip(path, random.Random(f"{name} {number}"), count=1 + number // 3)
+    try:
+        found = outcome(folder)
+    except WellcondError as error:
+        refusal(error, path)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kept", [0.5])
+def test_truncated_files_of_an_interrupted_run(interrupted, tmp_path, name, kept):
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    path = find(folder, name)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * (len(content) - 1))])
+    with pytest.raises(RunError) as caught:
+        run_job(job_in(folder))
+    refusal(caught.value, path)
+
+
+def test_checkpoints_of_two_runs_that_were_swapped_are_refused(interrupted, tmp_path):
+    ours = shutil.copytree(interrupted, tmp_path / "ours")
+    theirs = tmp_path / "theirs"
+    stop_after(job_in(theirs, seed=1), 9)
+    (ours / "checkpoints").rename(tmp_path / "kept")
+    (theirs / "checkpoints").rename(ours / "checkpoints")
+    (tmp_path / "kept").rename(theirs / "checkpoints")
+    for folder, seed in ((ours, 0), (theirs, 1)):
+        with pytest.raises(RunError, match="another run") as caught:
+            run_job(job_in(folder, seed))
+        refusal(caught.value, folder / "checkpoints")
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(interrupted, tmp_path):
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    (folder / "checkpoints/step-00000009").rename(folder / "checkpoints/step-00000010")
+    with pytest.raises(RunError, match="step 9") as caught:
+        run_job(job_in(folder))
+    refusal(caught.value, folder / "checkpoints/step-00000010/state.json")
+
+
+def test_records_of_two_runs_that_were_swapped_are_refused(finished, tmp_path):
+    root = shutil.copytree(finished.parents[1], tmp_path / "digits")
+    run_job(job_in(root / "conditioned/seed1", seed=1))
+    paths = [root / f"conditioned/seed{seed}/run.json" for seed in (0, 1)]
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, reversed(contents), strict=True):
+        path.write_bytes(content)
+    with pytest.raises(WellcondError, match=r"not of the run in run\.json\n.*delete .*/conditioned/seed\d and repeat"):
+        build_report(root, pictures=False)
+    with pytest.raises(RunError, match="seed0 holds a run under other settings"):
+        run_job(job_in(root / "conditioned/seed0"))
+
+
+@pytest.mark.parametrize("value", [1.7, None, "nan"])
+@pytest.mark.parametrize("entry", ["final", "test"])
+@pytest.mark.parametrize("checksum", [True, False], ids=["with checksum", "without"])
+def test_an_edited_score_is_refused_everywhere(finished, tmp_path, entry, value, checksum):
+    root = shutil.copytree(finished.parents[1], tmp_path / "digits")
+    path = root / "conditioned/seed0/run.json"
+    stored = json.loads(path.read_text())
+    stored[entry]["accuracy"] = value
+    if not checksum:
+        del stored["checksum"]
+    path.write_text(json.dumps(stored))
+    for use in (lambda: run_job(job_in(path.parent)), lambda: build_report(root, pictures=False)):
+        with pytest.raises(WellcondError) as caught:
+            use()
+        text = refusal(caught.value, path)
+        assert checksum or f"{entry}.accuracy" in text
+
+
+def test_an_edited_score_within_its_range_is_refused(finished, tmp_path):
+    """Without a checksum, as older versions wrote records, the log of evaluations still speaks against it."""
+    root = shutil.copytree(finished.parents[1], tmp_path / "digits")
+    path = root / "conditioned/seed0/run.json"
+    stored = json.loads(path.read_text())
+    stored["final"]["accuracy"] = 0.123
+    path.write_text(json.dumps(stored))
+    with pytest.raises(WellcondError, match=r"run\.json.*changed"):
+        build_report(root, pictures=False)
+    path.write_text(json.dumps({key: value for key, value in stored.items() if key not in ("checksum", "logs")}))
+    with pytest.raises(WellcondError, match=r"run\.json.*0\.123.*evaluations\.jsonl"):
+        build_report(root, pictures=False)
+
+
+def test_a_checkpoint_that_lists_files_elsewhere_is_refused(interrupted, tmp_path):
+    """A manifest names files of its own folder; nothing else is opened."""
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    path = find(folder, "state.json")
+    stored = json.loads(path.read_text())
+    del stored["checksum"]
+    stored["files"]["../../../outside.safetensors"] = stored["files"].pop("model.safetensors")
+    path.write_text(json.dumps(stored))
+    with pytest.raises(RunError, match="outside") as caught:
+        run_job(job_in(folder))
+    refusal(caught.value, path)
+
+
+def shown(folder):
+    """What a report takes from a run."""
+    [run] = load_comparisons(folder)[0].runs
+    kept = {name: run.record.get(name) for name in ("status", "reason", "final", "best", "seconds", "config")}
+    return kept, run.steps, run.evaluations, run.conditioning
+
+
+@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(6)])
+def test_a_run_killed_while_it_resumes_can_still_be_reported(tmp_path, monkeypatch, moment):
+    """Its record may speak of more lines than the checkpoint, which resuming cuts off."""
+    job = small_job(tmp_path / "run", "conditioned")
+
+    def fail(event):
+        if event["event"] == "evaluation" and event["row"]["step"] == 16:
+            raise ValueError("as if something had broken")
+
+    with pytest.raises(RunError, match="as if something had broken"):
+        run_job(job, fail)
+    kill_at_write(monkeypatch, moment, job)
+    kept, steps, _, _ = shown(tmp_path / "run")
+    assert kept["status"] in ("failed", "running") and steps
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_flipped_bits_of_a_comparison(tmp_path, number):
+    recipe, methods = small_recipe(), [MethodSettings.model_validate("default"), MethodSettings.model_validate("polar")]
+    path = tmp_path / "comparison.json"
+    write_comparison(tmp_path, recipe, methods, (0, 1))
+    before = read_comparison(path)
+    flip(path, random.Random(number), count=1 + number // 4)
+    for read, arguments in ((read_comparison, ()), (read_json, ("wellcond-comparison",))):
+        try:
+            found = read(path, *arguments)
+        except WellcondError as error:
+            refusal(error, path)
+        else:
+            assert {key: found[key] for key in before if key != "checksum"} == {
+                key: value for key, value in before.items() if key != "checksum"
+            }
+
+
+def test_a_test_score_that_is_not_finite_is_a_divergence(tmp_path, monkeypatch):
+    score = evaluate.score
+
+    def nan(*arguments):
+        return score(*arguments) | {"loss": float("nan")}
+
+    def observe(event):
+        if event["event"] == "phase" and event["phase"] == "testing":
+            monkeypatch.setattr(evaluate, "score", nan)
+
+    ended = run_job(job_in(tmp_path / "run"), observe)
+    assert (
+        ended["status"] == "diverged"
+        and "the loss on the test split is nan with the weights of step" in ended["reason"]
+    )
+    assert "test" not in record(tmp_path / "run")
+
+
+def test_weights_of_another_run_are_not_taken_for_those_of_a_finished_run(finished, tmp_path):
+    ours = shutil.copytree(finished, tmp_path / "ours")
+    assert read_finished_run(ours, "teacher", "a file")[1] == ours / "checkpoints/step-00000024/model.safetensors"
+    run_job(job_in(tmp_path / "theirs", seed=1))
+    shutil.rmtree(ours / "checkpoints")
+    shutil.copytree(tmp_path / "theirs" / "checkpoints", ours / "checkpoints")
+    with pytest.raises(RunError, match=r"step-00000024 is damaged .*of another run.*delete"):
+        read_finished_run(ours, "teacher", "a file")
