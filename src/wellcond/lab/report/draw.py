@@ -248,7 +248,8 @@ def draw_panels(figure: Figure) -> list[tuple[str, str, list[int]]]:
             )
             pen.draw(ax, panel)
             named = _with_titles(to_svg(canvas, tight=False), pen.shown)
-            colours = {colour: f"var(--{name})" for name, colour in palette().items()} | {"#000000": "var(--ink)"}
+            names = {colour: name for name, colour in palette().items() if name != "accent"}  # which is c0 as well
+            colours = {colour: f"var(--{name})" for colour, name in (names | {"#000000": "ink"}).items()}
             svg = inline_svg(named, f"{figure.name}-{at}", colours)
             made.append((panel.title, svg, sorted({place for place, _, _ in pen.shown})))
     return made
