@@ -47,7 +47,6 @@ EXTRAS = [
     "accelerate",
     "pydantic",
     "yaml",
-    "plotly",
     "matplotlib",
     "pandas",
     "lightning",
