@@ -61,8 +61,8 @@ def register_operator(*kinds: str, approximated: Approximated | None = None) -> 
 
     The function gets the operator that differentiates the module itself (with its layer, head and samples), and whether
     biases count as parameters. It returns a `SelectedOperator`, or None where it does not apply. Its operator has an
-    ``output()`` too, and is believed only if this and a product with J J^T are the module's own. `approximated` is asked
-    for the softmax that such an attention approximates.
+    ``output()`` too, and is believed only if this and a product with J J^T are the module's own. `approximated` is
+    asked for the softmax that such an attention approximates.
     """
 
     def register(build: Build) -> Build:
