@@ -72,7 +72,7 @@ class BatchAxis:
     count: int
 
     def rows(self, samples: Sequence[int], total: int) -> Tensor | None:
-        """Rows of these samples among all `total` rows that the call puts out; None if they cannot be told apart.
+        """Rows of these samples among all `total` rows that the call puts out; None if they cannot be distinguished.
 
         They are in the order in which a call on these samples alone has them.
         """

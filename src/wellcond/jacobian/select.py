@@ -57,7 +57,7 @@ APPROXIMATED: dict[str, Approximated] = {}
 
 
 def register_operator(*kinds: str, approximated: Approximated | None = None) -> Callable[[Build], Build]:
-    """Decorator: use a function to build the operators of attentions of these kinds (`AttentionSite.kind`).
+    """Decorator: use a function to build the operators of attention layers of these kinds (`AttentionSite.kind`).
 
     The function gets the operator that differentiates the module itself (with its layer, head and samples), and whether
     biases count as parameters. It returns a `SelectedOperator`, or None where it does not apply. Its operator has an
@@ -202,9 +202,9 @@ def _rowwise(module: ModuleJacobian, biases: bool) -> SelectedOperator | None:
         operator = trace_rowwise(module, biases=biases)
     except (NotTracedError, WellcondError, RuntimeError, ValueError, IndexError):  # the graph may be of any shape
         return None
-    said = ["rotary"] if site.rotary else []
-    said += [f"{site.qk_norm} norm on queries and keys"] if site.qk_norm else []
-    said += site.modifiers
+    parts = ["rotary"] if site.rotary else []
+    parts += [f"{site.qk_norm} norm on queries and keys"] if site.qk_norm else []
+    parts += site.modifiers
     diagnose = operator.diagnose if isinstance(operator, RowwiseHead) else None
-    how = f"structured: {', '.join(said) or 'row-wise softmax'}"
+    how = f"structured: {', '.join(parts) or 'row-wise softmax'}"
     return SelectedOperator(operator, how, diagnose)
