@@ -304,14 +304,9 @@ class ModuleJacobian(JacobianOperator):
     ) -> None:
         """Copy the module of a captured call, and check that the copy gives what the model gave.
 
-        Args:
-            captured: the attention and its call.
-            kv_head: number of the key/value head.
-            samples: only the outputs of these samples of the call (`batch_axis`); all by default. Where the module
-                gives the same for them by themselves, it is run on them only.
-            alone: run it on them only in any case: attention that depends on the rest of the batch then gives other
-                outputs than in it.
-            query_head: one of the query heads by itself.
+        `samples` are those of the call (`batch_axis`) whose outputs count; all by default. Where the module gives the
+        same for them by themselves, or if `alone`, it is run on them only: attention that depends on the rest of the
+        batch then gives other outputs than in it. `query_head` takes one of the query heads by itself.
 
         Raises:
             ValueError: the attention was not called.
