@@ -37,7 +37,7 @@ test: $(STAMP)  ## Run the default tests (a few minutes)
 	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-slow: $(STAMP)  ## Run the slow tests as well
-	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest
+	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest --hypothesis-profile=thorough
 
 test-stress: $(STAMP)  ## Repeat the tests of processes, signals and time: quiet, beside busy processes, on one core (ROUNDS=20)
 	PYTHON=$(abspath $(BIN)/python) tests/stress.sh $(or $(ROUNDS),20)

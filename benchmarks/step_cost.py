@@ -2,7 +2,7 @@
 
 Rates are those of data sheets: the step at 40 % of the peak of bfloat16, which large runs reach, the products of
 corrections at 40 % of float64 (tensor cores) and float32, memory at 80 %. The formulas are counted at sizes that run
-here by tests/conditioning/test_corrections_cost.py.
+here by tests/repository/test_correction_cost.py.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from wellcond.conditioning.methods import Correction, register_condition
     from wellcond.doctor.diagnose import diagnose
     from wellcond.doctor.records import Diagnosis, Finding, LayerFacts, TokenFacts
+    from wellcond.doctor.weights import compare_weights
     from wellcond.init.apply import init_, register_init
     from wellcond.jacobian.problem import JacobianSpectrum
     from wellcond.jacobian.spectrum import jacobian_spectrum
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from wellcond.measurement.measure import measure
     from wellcond.measurement.records import HeadReport, LayerReport, MeasurementReport, MeasureSettings
     from wellcond.measurement.tracker import ConditionTracker, TrackPoint
+    from wellcond.training.alarms import Alarm, Alarms
     from wellcond.training.cap import SpectralCap
     from wellcond.training.clip import QKClip
     from wellcond.training.groups import QKRate, parameter_groups
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from wellcond.training.muon import HeadMuon, muon_groups
 
 __all__ = [
+    "Alarm",
+    "Alarms",
     "AttentionMonitor",
     "AttentionNotFoundError",
     "AttentionSite",
@@ -89,6 +93,7 @@ __all__ = [
     "UnsupportedLayoutError",
     "WeightError",
     "WellcondError",
+    "compare_weights",
     "condition_",
     "conditioning_of",
     "diagnose",
@@ -120,6 +125,7 @@ _LAZY = {
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
     "conditioning.methods": ("Correction", "register_condition"),
     "doctor.diagnose": ("diagnose",),
+    "doctor.weights": ("compare_weights",),
     "doctor.records": ("Diagnosis", "Finding", "LayerFacts", "TokenFacts"),
     "init.apply": ("init_", "register_init"),
     "jacobian.spectrum": ("jacobian_spectrum",),
@@ -128,6 +134,7 @@ _LAZY = {
     "measurement.records": ("HeadReport", "LayerReport", "MeasureSettings", "MeasurementReport"),
     "jacobian.problem": ("JacobianSpectrum",),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
+    "training.alarms": ("Alarm", "Alarms"),
     "training.cap": ("SpectralCap",),
     "training.clip": ("QKClip",),
     "training.groups": ("QKRate", "parameter_groups"),

@@ -247,9 +247,25 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def plain_tensor(tensor: Tensor) -> Tensor | None:
+    """The tensor of this process behind what torch.distributed wraps around it; None behind another subclass.
+
+    A subclass without memory of its own must not be computed on where dispatch is off: torch crashes. What an
+    asynchronous collective returns (`AsyncCollectiveTensor`, after a row-wise layer of tensor parallelism) is waited
+    for, as its next reader does. Needs the method `trigger_wait` of that private class. Tried with torch 2.15.
+    """
+    if hasattr(tensor, "placements") and hasattr(tensor, "to_local"):
+        if any(placement.is_partial() for placement in tensor.placements):
+            return None
+        tensor = tensor.to_local()
+    if hasattr(tensor, "trigger_wait"):
+        tensor = tensor.trigger_wait()
+    return tensor if type(tensor) in (Tensor, nn.Parameter) else None
+
+
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Compute beside a forward pass: without gradients and autocast, seen by no mode of torch.
+    """Compute on plain tensors beside a forward pass: without gradients and autocast, seen by no mode of torch.
 
     A mode that selective activation checkpointing puts around a forward pass counts operators, and must not count
     ours. Needs `torch._C._DisableTorchDispatch` and `torch._C.DisableTorchFunction`, the guards under torch's own

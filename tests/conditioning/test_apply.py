@@ -5,7 +5,6 @@ import io
 import pickle
 
 import pytest
-import timm
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -160,12 +159,6 @@ def test_a_plain_checkpoint_in_a_conditioned_model_counts_as_raw(options):
     torch.testing.assert_close(target(X), source(X))
 
 
-def test_a_partial_state_dict_without_attention_loads_quietly():
-    model = wc.condition_(vit(), "polar")
-    result = model.load_state_dict({"head.bias": torch.ones(5)}, strict=False)
-    assert not result.unexpected_keys and torch.equal(model.head.bias, torch.ones(5))
-
-
 def test_a_checkpoint_of_another_conditioning_is_refused_whole():
     source = wc.condition_(vit(), "identity", lam=0.5)
     target = wc.condition_(vit(), "identity", lam=0.25)
@@ -224,16 +217,6 @@ def test_gradient_checkpointing(method, options):
             torch.testing.assert_close(p.grad, expected[name], msg=name)
 
 
-def test_timm_gradient_checkpointing_switch():
-    model = wc.condition_(vit(), "balanced")
-    expected = model(X)
-    model.set_grad_checkpointing(True)
-    out = model(X)
-    torch.testing.assert_close(out, expected)
-    out.sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 @pytest.mark.parametrize("method, options", METHODS, ids=IDS)
 def test_moving_between_dtypes(method, options):
     model = wc.condition_(vit().eval(), method, **options)
@@ -272,17 +255,6 @@ def test_inference_mode_and_eval_fast_path():
         torch.testing.assert_close(layer(x), trained, rtol=1e-4, atol=1e-5)
     wc.fold_(layer)
     torch.testing.assert_close(layer(x), trained, rtol=1e-4, atol=1e-5)
-
-
-def test_exponential_moving_average_of_timm():
-    model = wc.condition_(vit(), "balanced")
-    average = timm.utils.ModelEmaV3(model, decay=0.5)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1)
-    average.update(model)
-    assert wc.conditioning_of(average.module) == wc.conditioning_of(model)
-    assert average.module(X).isfinite().all()
 
 
 def test_failure_part_way_leaves_the_model_as_it_was(monkeypatch):
@@ -327,32 +299,6 @@ def test_sites_found_in_a_part_are_named_by_the_whole():
     assert torch.equal(twin(x), model(x))
 
 
-def test_folding_a_mixture_of_wholes_and_parts_is_refused():
-    model = wc.condition_(stack(depth=2), "polar")
-    mixture = nn.Sequential(model[0], wc.condition_(XTransformersAttention(12), "polar"))
-    with pytest.raises(wc.ConditioningError, match="fold the whole model"):
-        wc.fold_(mixture)
-    assert len(corrections(model)) == 2
-
-
-def test_a_spoilt_marker_is_survived():
-    model = wc.condition_(vit(), "polar")
-    average = timm.utils.ModelEmaV2(model, decay=0.9999)
-    for _ in range(3):
-        average.update(model)
-    assert wc.conditioning_of(average.module) == wc.conditioning_of(model)
-    model.load_state_dict(average.module.state_dict())
-
-
-def test_shared_layers_take_a_plain_checkpoint_under_a_frozen_correction():
-    block = XTransformersAttention(12)
-    model = nn.Sequential(block, block)
-    plain = {key: value.clone() for key, value in model.state_dict().items()}
-    wc.condition_(model, "polar", frozen=True)
-    with pytest.warns(wc.CheckpointWarning):
-        model.load_state_dict(plain)
-
-
 @pytest.mark.parametrize("options", [{}, {"frozen": True}], ids=["following", "frozen"])
 def test_plain_weights_through_the_distributed_checkpoint_are_noticed(options):
     """torch fills in what the checkpoint lacks, our marker and frozen corrections among them."""
@@ -370,10 +316,3 @@ def test_plain_weights_through_the_distributed_checkpoint_are_noticed(options):
             load(model)
         expected = model(X) if expected is None else expected
         torch.testing.assert_close(model(X), expected)
-
-
-def test_a_model_may_load_its_own_state():
-    model = wc.condition_(vit(), "polar", frozen=True).eval()
-    before = model(X)
-    model.load_state_dict(model.state_dict())
-    assert torch.equal(model(X), before)

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
 import wellcond as wc
+from conditioning.test_attach_step import gpt2
 from conditioning.test_corrections import vit
-from conditioning.test_step import gpt2
 from models import NanoGPTAttention, XTransformersAttention, stack
 from wellcond.attention.effective import effective_weight
 
@@ -285,12 +285,3 @@ def test_save_pretrained_writes_what_a_plain_model_needs(build, inputs, options,
     assert not info["missing_keys"] and type(plain).__name__ == type(model).__name__
     torch.testing.assert_close(plain.eval()(**inputs)[0], output, rtol=1e-4, atol=1e-5)
     assert type(wc.fold_(model)).save_pretrained is type(plain).save_pretrained and "save_pretrained" not in vars(model)
-
-
-def test_the_signature_of_forward_is_the_models():
-    import inspect
-
-    model = gpt2()
-    before = inspect.signature(model.forward)
-    wc.condition_(model, "balanced")
-    assert inspect.signature(model.forward) == before

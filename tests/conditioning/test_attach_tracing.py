@@ -108,14 +108,6 @@ def test_feature_extractors_train_the_raw_weights(extract, method, options):
     assert_trains_like(lambda x: extractor(x)["out"], {n: named[n] for n, _ in model.named_parameters()}, model, IMAGE)
 
 
-def test_a_graph_stays_right_when_the_model_is_folded():
-    model = attention("balanced", {})
-    traced = torch.fx.symbolic_trace(model)
-    expected = traced(TOKENS)
-    wc.fold_(model)
-    torch.testing.assert_close(traced(TOKENS), expected)
-
-
 def test_a_graph_that_is_traced_within_folded_is_plain():
     model = attention("balanced", {})
     expected = model(TOKENS)
@@ -167,9 +159,3 @@ def test_what_make_fx_recorded_trains(method, options):
     wanted = gradients(lambda x: call(parameters, x), parameters, TOKENS)[1]
     for name, gradient in derivative({n: p.detach() for n, p in parameters.items()}, TOKENS).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-4, msg=name)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning", "ignore:`torch.jit.script:DeprecationWarning")
-def test_scripting_says_to_fold():
-    with pytest.raises(AttributeError, match=r"cannot be scripted: call wellcond.fold_\(model\) first"):
-        torch.jit.script(attention("balanced", {}))

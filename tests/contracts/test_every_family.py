@@ -78,7 +78,9 @@ def test_default_initialisation_is_the_constructor_s(family):
                 assert not torch.equal(before, after), f"{site.name} {role}"
 
 
-@pytest.mark.parametrize("method, options", [("balanced", {}), ("identity", {"lam": 0.5})])
+@pytest.mark.parametrize(
+    "method, options", [("balanced", {}), pytest.param("identity", {"lam": 0.5}, marks=pytest.mark.slow)]
+)
 def test_condition_and_fold(family, method, options):
     model = randomise_(build(family))
     sites = sites_of(model)

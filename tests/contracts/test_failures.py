@@ -151,24 +151,6 @@ def test_a_failure_in_any_call_inside_a_verb_leaves_the_model_as_it_was(verb):
     assert (wc.conditioning_of(model) is not None) == (verb.startswith(("condition_", "recondition_", "folded")))
 
 
-NUMPY = [
-    ("balanced", {"frozen": np.bool_(True), "target": np.float32(2.0)}),
-    ("polar", {"frozen": np.bool_(False)}),
-    ("identity", {"lam": np.float32(0.5)}),
-    ("identity", {"lam": {"v": np.int64(1)}}),
-]
-
-
-@pytest.mark.parametrize("method, options", NUMPY)
-def test_booleans_and_numbers_of_numpy_are_taken(method, options):
-    model = wc.condition_(layer(), method, **options)
-    settings = wc.conditioning_of(model)
-    twin = wc.recondition_(layer(), settings)
-    twin.load_state_dict(model.state_dict())
-    assert torch.equal(twin(X), model(X)) and wc.conditioning_of(twin) == settings
-    assert {type(value) for value in settings.values()} <= {str, float, bool, list, dict}
-
-
 WRONG = [
     ("identity", {"lam": True}, "lam: expected a finite number, got True"),
     ("identity", {"lam": {"q": "1"}}, "lam: expected a finite number, got '1' for q"),

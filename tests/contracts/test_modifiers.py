@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from contracts import cases_hf, cases_timm
 from contracts.cases_hf import BART, BERT, LLAMA, SQUARE_LLAMA, VIT, make, qwen3_next, tokens
 from contracts.harness import heads_of, randomise_, watch
-from wellcond.attention.families import table
 from wellcond.attention.families.table import (
     ATTENTION_SINKS,
     CLIPPED_QKV,
@@ -254,13 +253,6 @@ def test_plain_hugging_face_families_have_none(name: str):
 @pytest.mark.parametrize("name", PLAIN_TIMM)
 def test_plain_timm_families_have_none(name: str):
     assert {site.modifiers for site in find_attention(cases_timm.CASES[name].build())} == {()}
-
-
-def test_words_come_in_one_order_and_unknown_ones_are_refused():
-    assert table.those({GATED_OUTPUT: True, OUTPUT_NORM: True}) == (OUTPUT_NORM, GATED_OUTPUT)
-    assert table.those({GATED_OUTPUT: False}) == ()
-    with pytest.raises(ValueError, match="sliding"):
-        table.those({"sliding": True})
 
 
 @dataclass

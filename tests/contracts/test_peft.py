@@ -123,22 +123,6 @@ def test_adapters_on_other_layers_leave_the_correction_alone():
     torch.testing.assert_close(run(wc.fold_(merged), arguments), trained, rtol=1e-4, atol=1e-5)
 
 
-def test_multihead_attention_and_single_parameters_want_it_folded():
-    torch.manual_seed(0)
-    encoder = wc.condition_(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), "balanced")
-    config = LoraConfig(r=2, target_modules=["self_attn"])
-    with pytest.raises(wc.ConditioningError, match="fold_"):
-        get_peft_model(copy.deepcopy(encoder), config)
-    model = get_peft_model(wc.fold_(encoder), config).base_model.model.eval()
-    assert torch.isfinite(model(torch.randn(2, 5, 8))).all()
-
-    base, _, arguments = make("bert")
-    config = LoraConfig(r=2, target_modules=[], target_parameters=["query.weight"])
-    with pytest.raises(ValueError, match="no `target_parameters` found"):  # PEFT passes over what is computed already
-        get_peft_model(copy.deepcopy(base), config)
-    assert torch.isfinite(run(get_peft_model(wc.fold_(base), config), arguments)).all()
-
-
 @pytest.mark.parametrize("verb", [wc.condition_, wc.init_])
 @pytest.mark.parametrize("name", list(CASES))
 def test_an_adapter_before_the_verb_is_refused(name, verb):
@@ -158,15 +142,6 @@ def test_an_adapter_hides_the_weights_from_measuring(name):
         wc.measure(model, arguments)
     merged = model.merge_and_unload()
     assert wc.measure(merged, arguments if name != "timm" else IMAGES).layers
-
-
-def test_an_adapter_on_other_layers_is_refused_too():
-    model = get_peft_model(bert(), LoraConfig(r=2, target_modules=["dense"]))
-    with pytest.raises(wc.WeightError, match="adapter of PEFT"):
-        wc.condition_(model)
-    model = get_peft_model(bert(), LoraConfig(r=2, target_modules=["intermediate.dense"]))
-    with pytest.raises(wc.WeightError, match="frozen"):
-        wc.condition_(model)
 
 
 def test_an_adapter_loads_on_the_folded_base(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.optim import create_optimizer_v2
@@ -17,7 +16,6 @@ from timm.utils import CheckpointSaver, ModelEmaV3, random_seed
 
 import wellcond as wc
 from wellcond.cli.main import load_app
-from wellcond.conditioning.weights import read_state_dict
 
 # timm leaves the image files that it reads to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -152,14 +150,6 @@ def test_the_command_folds_a_file_of_the_train_script(images, tmp_path):
         loaded = timm.create_model(NAME, checkpoint_path=str(output), **SMALL).eval()
         torch.testing.assert_close(loaded(X), model(X), rtol=0, atol=1e-5)
     assert not torch.allclose(run.model(X), run.ema(X), atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["plain.safetensors", "plain.pth"])
-def test_an_average_that_is_not_there_is_missed(name, tmp_path):
-    state = wc.condition_(plain_model(), "balanced").state_dict()
-    (save_file if name.endswith("safetensors") else torch.save)(state, tmp_path / name)
-    with pytest.raises(wc.WeightError, match="expected a moving average beside the model, under 'state_dict_ema'"):
-        read_state_dict(tmp_path / name, averaged=True)
 
 
 def test_the_average_is_of_raw_weights():

@@ -29,7 +29,7 @@ def graph_of(program):
 
 
 # One model of each library by default, every pair in the slow suite.
-DEFAULT = [(name, "polar") for name in ("timm_vit", "hf_bert", "torch_encoder")]
+DEFAULT = [("timm_vit", "polar"), ("hf_bert", "polar")]
 PAIRS = [
     pytest.param(name, method, marks=() if (name, method) in DEFAULT else pytest.mark.slow)
     for name in CASES

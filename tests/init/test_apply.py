@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2Model
 import wellcond as wc
 from init.helpers import assert_semi_orthogonal, first, generator, tiny_vit
 from models import NanoGPTAttention, XTransformersAttention, stack
-from wellcond.init.apply import FACTS, METHODS, Write
+from wellcond.init.apply import FACTS, METHODS
 from wellcond.integrations.common import check_choices
 from wellcond.lab.methods import MethodSettings
 
@@ -281,25 +281,3 @@ def test_what_cannot_be_written_is_named_and_everything_is_undone(entry, error, 
     with pytest.raises(error, match=message):
         wc.init_(model, "wrong")
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-
-
-def test_a_function_that_yields_nothing_is_told_to(register):
-    register("silent")(lambda context: None)
-    with pytest.raises(TypeError, match=r"expected a function that yields pairs .*, got None"):
-        wc.init_(stack(), "silent")
-
-
-def test_a_frozen_bias_is_not_written():
-    model = nn.MultiheadAttention(8, 2)
-    model.in_proj_bias.requires_grad_(False)
-    with pytest.raises(wc.WeightError, match=r"\(q bias\) is frozen"):
-        wc.init_(model, "default", rule="torch")
-
-
-def test_a_write_of_a_bias():
-    model = nn.MultiheadAttention(8, 2)
-    slot = first(model).k
-    write = Write("k bias", slot, torch.ones(2, 4), to_bias=True)
-    write.check()
-    write.commit_()
-    assert model.in_proj_bias[8:16].eq(1).all() and write.parameter is model.in_proj_bias

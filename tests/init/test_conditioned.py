@@ -115,11 +115,6 @@ def test_values_at_the_norm_of_the_default(value):
     torch.testing.assert_close(*directions)
 
 
-def test_a_word_other_than_default_is_no_scale():
-    with pytest.raises(ValueError, match=r"value_scale of 'conditioned': expected a finite number or one of 'default'"):
-        wc.init_(tiny_vit(), "conditioned", value_scale="paper")
-
-
 # Tied keys: W_K = W_Q, for causal attention.
 
 
@@ -275,29 +270,6 @@ def test_an_unknown_logit_scale_is_refused_and_other_sites_can_be_left_out():
     own = [site for site in wc.find_attention(model) if not site.cross]
     wc.init_(model, "conditioned", keys="tied", sites=own)
     assert all(torch.equal(site.k.read(), site.q.read()) is not site.cross for site in wc.find_attention(model))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keys": "shared"}, "'independent', 'tied'"),
-        ({"keys": "tied", "projections": "qv"}, "sets q and k together"),
-        ({"keys": "tied", "own_token": 1.0}, "between 1/tokens"),
-        ({"keys": "tied", "own_token": 0.1, "tokens": 10}, "between 1/tokens"),
-        ({"keys": "tied", "tokens": 1}, "at least 2 tokens"),
-    ],
-)
-def test_options_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        wc.init_(gpt2(), "conditioned", **options)
-
-
-def test_in_a_recipe():
-    method = MethodSettings.model_validate("conditioned(keys=tied, own_token=0.25)")
-    assert method.label == "conditioned(keys=tied, own_token=0.25)" and method.init_options["keys"] == "tied"
-    model = method.apply_(gpt2(), seed=3)
-    expected = wc.init_(gpt2(), "conditioned", keys="tied", own_token=0.25, generator=generator(3))
-    assert torch.equal(first(model).k.read(), first(expected).q.read())
 
 
 # W_V at scale 1 under a causal mask.

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2Model
 import wellcond as wc
 from attention.modern import PerHead
 from init.helpers import first, tiny_vit
-from wellcond.init.selection import exclusion, select_indices
+from wellcond.init.selection import select_indices
 
 
 @pytest.mark.parametrize("sizes", [(6, 3, [0, 2, 4]), (7, 3, [0, 3, 6]), (4, 4, [0, 1, 2, 3])])
@@ -86,26 +86,6 @@ def test_weight_selection_takes_the_cross_attention_of_a_decoder():
         ]
         assert torch.equal(found, picked), name
     assert torch.equal(student["head"].weight, classifier)
-
-
-class Named(nn.Module):
-    """An attention whose own name ends in head."""
-
-    def __init__(self):
-        super().__init__()
-        self.multi_head = nn.MultiheadAttention(8, 2)
-        self.head = nn.Linear(8, 3)
-
-
-def test_what_the_classifier_is_called():
-    is_excluded = exclusion(Named(), ("head",))
-    kept = ["head.weight", "head.fc.bias", "head_dist.weight", "lm_head.weight", "heads.head.weight"]
-    taken = ["multi_head.in_proj_weight", "multi_head.out_proj.bias", "decoder.multihead_attn.in_proj_weight",
-             "multi_head_attention.q.weight", "headwise.weight", "overhead.weight"]  # fmt: skip
-    assert all(map(is_excluded, kept)) and not any(map(is_excluded, taken))
-    assert exclusion(Named(), ("multi_head",))("multi_head.in_proj_weight")
-    one_block = exclusion(Named(), ("blocks.1",))
-    assert one_block("blocks.1.mlp.fc1.weight") and not one_block("blocks.10.mlp.fc1.weight")
 
 
 class Bank(nn.Module):

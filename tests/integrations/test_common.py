@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-from wellcond.integrations.common import first_samples, on_device, without_labels
+from wellcond.integrations.common import first_samples, on_device
 
 WORDS = {**{f"w{i}": i for i in range(30)}, "[MASK]": 30, "[PAD]": 31}
 
@@ -89,8 +89,3 @@ def test_a_batch_keeps_its_form_on_its_way_to_a_device():
     assert type(moved["pair"]) is type(pair) and moved["pair"].second == "text"
     assert moved["pair"].first.device.type == moved["states"][0].device.type == "meta"
     assert type(moved["states"]) is tuple and moved["flag"] is True and moved["none"] is None
-
-
-def test_labels_and_texts_of_a_loader_are_left_out():
-    batch = {"input_ids": torch.ones(1), "text": ["a"], "labels": torch.ones(1), "start": torch.ones(1)}
-    assert list(without_labels(batch, ["start"])) == ["input_ids"]

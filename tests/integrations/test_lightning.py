@@ -96,16 +96,6 @@ def test_it_prepares_measures_and_logs(tmp_path):
     assert run["version"] == wc.__version__ and run["input"].startswith("float32 (1, 5, 12), sha256 ")
 
 
-def test_first_and_last_step_are_measured_and_the_budget_is_told(tmp_path, caplog):
-    callback = WellcondCallback(network="net", every=10)
-    fit(tmp_path, callback, max_steps=3)
-    assert sorted({p.step for p in callback.points}) == [0, 3]
-    said = [record.getMessage() for record in caplog.records if record.name == "wellcond"]
-    assert (
-        len(said) == 1 and "measured at 2 of 2 steps" in said[0] and "of the training time with budget=0.05" in said[0]
-    )
-
-
 @pytest.mark.parametrize("options", [EVERY, {"weights_every": 1}, {}], ids=["every", "weights", "budget"])
 def test_training_is_the_same_with_and_without(options, tmp_path):
     plain, _ = fit(tmp_path, None)
@@ -291,28 +281,6 @@ def test_a_plain_module_stays_plain(tmp_path):
     stack().load_state_dict(load_file(tmp_path / "plain.safetensors"))
 
 
-def test_a_second_fit_may_condition_what_the_first_only_measured(tmp_path):
-    module, _ = fit(tmp_path, WellcondCallback(network="net", **EVERY))
-    assert wc.conditioning_of(module.net) is None
-    fit(tmp_path, WellcondCallback(condition="balanced", network="net", **EVERY), module)
-    assert wc.conditioning_of(module.net)["method"] == "balanced"
-    fit(tmp_path, WellcondCallback(condition="balanced", network="net", **EVERY), module)
-    with pytest.raises(ValueError, match="prepared with init=None, condition='balanced'"):
-        fit(tmp_path, WellcondCallback(condition="polar", network="net"), module)
-
-
-def test_conditioned_in_its_own_constructor_it_saves_raw_weights(tmp_path):
-    class Conditioned(Classifier):
-        def __init__(self):
-            super().__init__()
-            wc.condition_(self.net, "identity", lam=1.0)
-
-    module, trainer = fit(tmp_path, WellcondCallback(network="net", **EVERY), Conditioned())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    loaded = Conditioned.load_from_checkpoint(tmp_path / "last.ckpt")
-    torch.testing.assert_close(loaded.eval()(X), module.eval()(X))
-
-
 def test_a_module_that_saves_only_what_it_trains(tmp_path):
     class Filtering(Classifier):
         def on_save_checkpoint(self, checkpoint):
@@ -353,26 +321,3 @@ def test_a_new_network_is_prepared_and_a_folded_one_refused(tmp_path):
     with pytest.raises(ValueError, match="folded since"):
         fit(tmp_path, WellcondCallback(**CHOICES), module)
     fit(tmp_path, WellcondCallback(network="net", **EVERY), module)
-
-
-class TwoOptimisers(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.other = nn.Linear(2, 2)
-
-    def training_step(self, batch, index):
-        self.manual_backward(super().training_step(batch, index) + self.other.weight.square().sum())
-        if index % 2 == 1:
-            for optimizer in self.optimizers():
-                optimizer.step()
-                optimizer.zero_grad()
-
-    def configure_optimizers(self):
-        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.net, self.other)]
-
-
-def test_steps_are_counted_as_lightning_counts_them(tmp_path):
-    callback = WellcondCallback(network="net", every=1, budget=None)
-    _, trainer = fit(tmp_path, callback, TwoOptimisers(), max_steps=-1, max_epochs=1)
-    assert trainer.global_step == 4 and sorted({p.step for p in callback.points}) == [0, 2, 4]

@@ -169,14 +169,6 @@ def test_resuming_with_another_conditioning_is_refused(other, tmp_path):
         without.train(resume_from_checkpoint=True)
 
 
-def test_a_callback_that_comes_with_the_second_run(tmp_path):
-    make_trainer(conditioned("bert"), "bert", tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
-    second = make_trainer(conditioned("bert"), "bert", tmp_path, save_strategy="steps", save_steps=2)
-    callback = WellcondCallback(**EVERY).add_to(second)
-    second.train(resume_from_checkpoint=True)
-    assert {p.step for p in callback.points} == {4}
-
-
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow)])
 def test_the_best_model_is_loaded_at_the_end(name, tmp_path):
     model = conditioned(name)
@@ -195,25 +187,6 @@ def test_the_best_model_is_loaded_at_the_end(name, tmp_path):
     assert all(torch.equal(value, own[key]) for key, value in raw.items())
 
 
-def test_folding_makes_saving_plain_again(tmp_path):
-    model = conditioned("gpt2")
-    wc.fold_(model)
-    model.save_pretrained(tmp_path)
-    assert set(load_file(tmp_path / "model.safetensors")) == set(model.state_dict()) - {"lm_head.weight"}
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), "gpt2"), logits(model, "gpt2"))
-
-
-def test_a_part_that_was_conditioned(tmp_path):
-    model = bert()
-    wc.condition_(model.bert, "balanced")
-    prepare(model).save_pretrained(tmp_path)
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    torch.testing.assert_close(logits(loaded, "bert"), logits(model, "bert"), rtol=0, atol=1e-6)
-    other = resume(loaded, tmp_path)
-    assert wc.conditioning_of(other) is None and wc.conditioning_of(other.bert) == wc.conditioning_of(model.bert)
-    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
-
-
 def test_model_init_and_a_plain_model(tmp_path):
     trainer = Trainer(
         model_init=lambda: prepare(gpt2(), init="conditioned", condition="balanced"),
@@ -228,16 +201,6 @@ def test_model_init_and_a_plain_model(tmp_path):
     assert set(load_file(tmp_path / "plain" / "model.safetensors")) == set(plain.state_dict())
     with pytest.raises(TypeError, match="expected a model of transformers"):
         export(torch.nn.MultiheadAttention(8, 2), tmp_path)
-
-
-def test_the_command_line_reads_the_effective_weights_of_a_checkpoint(tmp_path):
-    from wellcond.conditioning.weights import load_weights
-
-    model = conditioned("bert")
-    make_trainer(model, "bert", tmp_path).save_model(tmp_path / "saved")
-    plain = bert()
-    load_weights(plain, tmp_path / "saved" / "model.safetensors")
-    torch.testing.assert_close(logits(plain, "bert"), logits(model, "bert"), rtol=0, atol=1e-6)
 
 
 TWO_PROCESSES = """

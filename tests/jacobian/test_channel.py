@@ -51,7 +51,6 @@ def channel_heads(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
 @given(channel_heads())
 def test_channel_heads(head):
     check_head(head, *channel_function(head))

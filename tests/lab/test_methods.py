@@ -3,7 +3,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -114,7 +114,6 @@ CONDITIONS = st.one_of(
     sites=st.sampled_from(["*", "blocks.*", "[ab], c=d", 'a "quoted" name']),
     tokens=st.dictionaries(st.sampled_from(["embeddings", "positions"]), st.floats(1e-3, 1e6)),
 )
-@settings(max_examples=200, deadline=None)
 def test_canonical_text_gives_the_same_method(init, condition, projections, sites, tokens):
     method = MethodSettings(
         sites=sites,
@@ -202,7 +201,6 @@ LABELS = st.one_of(
 
 
 @given(LABELS, LABELS)
-@settings(max_examples=1000, deadline=None)
 def test_different_labels_have_different_folders(a, b):
     assert (slug(a) == slug(b)) == (a == b)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from theory.papers import sigma_min_upper_bound
@@ -43,7 +43,6 @@ def spectra(h: Head) -> dict[str, torch.Tensor]:
     return found
 
 
-@settings(max_examples=500, deadline=None)
 @given(heads())
 def test_upper_bounds_have_no_counterexample(h):
     for convention, s in spectra(h).items():
@@ -54,7 +53,6 @@ def test_upper_bounds_have_no_counterexample(h):
     assert float(spectra(h)["wide"][-1]) <= sigma_min_upper_bound(h).value * SLACK + 1e-13 * float(s[0])
 
 
-@settings(max_examples=500, deadline=None)
 @given(heads(full_rank_tokens=True))
 def test_lower_and_kappa_bounds_of_wide_have_no_counterexample(h):
     s = spectra(h)["wide"]
@@ -67,7 +65,6 @@ def test_lower_and_kappa_bounds_of_wide_have_no_counterexample(h):
         assert float(s[0] / s[-1]) <= bound.value * (1 + 1e-4)
 
 
-@settings(max_examples=500, deadline=None)
 @given(heads())
 def test_lower_and_kappa_bounds_of_stack_have_no_counterexample(h):
     assume(h.head_dim == h.value_dim)
@@ -82,7 +79,6 @@ def test_lower_and_kappa_bounds_of_stack_have_no_counterexample(h):
         assert float(s[0] / smallest) <= bound.value * (1 + 1e-4)
 
 
-@settings(max_examples=500, deadline=None)
 @given(heads(max_size=5, full_rank_tokens=True))
 def test_exact_case_has_no_counterexample(h):
     s = spectra(h)["wide"]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from theory.papers import theorem35, theorem38, theorem38_applies, theorem38_printed
@@ -81,7 +81,6 @@ def draw(case):
     return torch.outer(w[:, 0], w[0]) if deficient else w
 
 
-@settings(max_examples=150, deadline=None)
 @given(matrices)
 def test_theorem_35_has_no_counterexample(case):
     w = draw(case)
@@ -90,7 +89,6 @@ def test_theorem_35_has_no_counterexample(case):
     assert found.value <= 2 and found.strictly_less == (found.value < 2)
 
 
-@settings(max_examples=400, deadline=None)
 @given(matrices, st.floats(0.01, 100))
 def test_corrected_theorem_38_has_no_counterexample(case, ratio):
     w = draw(case)

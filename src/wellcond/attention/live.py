@@ -32,13 +32,21 @@ from wellcond.attention.kernels import (
     log_sum_exp,
 )
 from wellcond.attention.record import HOW_TO_SEE, by_head
-from wellcond.attention.sharding import is_distributed
+from wellcond.attention.sharding import unwrap, wrappers
 from wellcond.attention.site import AttentionSite
-from wellcond.private import higher_order_name, in_backward_pass, operator_arguments, return_names, without_modes
+from wellcond.private import (
+    higher_order_name,
+    in_backward_pass,
+    operator_arguments,
+    plain_tensor,
+    return_names,
+    without_modes,
+)
 
 SAMPLED = 16
 """Queries of a sample of which logits are computed again."""
-NOT_CALLED = "the training step did not call its module (torch.compile calls no hooks)"
+NOT_CALLED = "the training step did not call its module"
+COMPILED = "it is compiled (torch.compile), and compiled code calls no hooks"
 OTHER_SOFTMAX = "its softmax is not over tokens"
 SECOND_STREAM = "it is a second stream of another attention layer"
 NESTED = "it runs inside another attention layer"
@@ -72,6 +80,10 @@ class LiveCall:
     why: str = ""
     """Why neither logits nor log-sum-exp are there."""
     _rows: tuple[Tensor, Tensor | None] | None = field(default=None, repr=False)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Everything that it holds."""
+        return self.q, self.k, self.v, self.mask, self.lse, self.logits, self.probabilities
 
     @property
     def adds_numbers(self) -> bool:
@@ -207,7 +219,7 @@ class _Trace:
             given["value"],
             scale=q.shape[-1] ** -0.5 if given.get("scale") is None else float(given["scale"]),
             causal=bool(given.get("is_causal", False)),
-            mask=None if mask is None else mask.detach(),
+            mask=mask,
         )
         self.keep(q, self.call.k, self.call.v, self.call.mask)
 
@@ -315,26 +327,32 @@ class LiveHooks:
         self, model: nn.Module, sites: Sequence[AttentionSite], seen: Seen, streamed: Streamed | None = None
     ) -> None:
         """Read where the blocks are; nothing is hooked yet."""
-        self.sites, self.seen, self.streamed = list(sites), seen, streamed
+        self.model, self.sites, self.seen, self.streamed = unwrap(model), list(sites), seen, streamed
+        self.compiled = is_compiled(model)
         self.kernels = LiveKernels()
         self.sdpa = _LiveSdpa(self.kernels)
         self.running: int | None = None
         self.why: list[str] = [_never_seen(site) or NOT_CALLED for site in sites]
         """Of every site, why nothing was seen yet; empty where its kernel was."""
-        self.blocks = [] if streamed is None else find_blocks(model, sites)
+        self.blocks = [] if streamed is None else find_blocks(self.model, sites)
         self.handles: list[RemovableHandle] = []
         self.given: set[int] = set()
         """Layers whose W_O has shown what they add, in the call that is running."""
 
     def attach(self) -> None:
-        """Put the hooks in place."""
+        """Put the hooks in place; what is compiled gets none, since that would have it compiled again."""
         self.detach()
+        compiled = {id(site) for site in self.sites if self.compiled or is_compiled(self.model, site.name)}
         for number, site in enumerate(self.sites):
-            if not _never_seen(site):
+            if id(site) in compiled:
+                self.why[number] = COMPILED
+            elif not _never_seen(site):
                 self._hook(site.module, partial(self._enter, number), partial(self._leave, number))
         numbers = {id(site): number for number, site in enumerate(self.sites)}
         for block in self.blocks:
-            inside = [numbers[id(site)] for site in block.sites]
+            inside = [numbers[id(site)] for site in block.sites if id(site) not in compiled]
+            if not inside:
+                continue
             self._hook(block.module, partial(self._stream, inside), None)
             for number in inside:
                 site = self.sites[number]
@@ -348,6 +366,10 @@ class LiveHooks:
             handle.remove()
         self.handles = []
 
+    def __reduce__(self) -> Any:
+        """A copy of a model, or a file of one, takes the hooks along: there they do nothing."""
+        return _silent, ()
+
     def _hook(self, module: nn.Module, before: Any, after: Any) -> None:
         if before is not None:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -355,7 +377,7 @@ class LiveHooks:
             self.handles.append(module.register_forward_hook(after, always_call=after.func.__name__ == "_leave"))
 
     def _enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not _counts(module):
+        if not self.sites or not _counts(module):
             return
         if self.running is not None:
             self.why[number] = NESTED
@@ -378,8 +400,8 @@ class LiveHooks:
         if call is None:
             self.why[number] = trace.hidden or NO_KERNEL
             return
-        if any(is_distributed(part) for part in (call.q, call.logits)):
-            call = LiveCall(why="its heads are DTensors inside the attention layer")
+        if any(part is not None and type(part) is not Tensor for part in call.tensors()):
+            call = LiveCall(why="its kernel gets tensors of another class than torch.Tensor")
         elif any(tensor._version != version for tensor, version in trace.versions):
             call = LiveCall(why="the layer overwrites what its kernel got or gave")
         call = _with_heads(call, self.sites[number].num_heads)
@@ -404,10 +426,29 @@ class LiveHooks:
 
     def _give(self, numbers: list[int], what: str, tensor: Tensor | None) -> None:
         if tensor is not None and self.streamed is not None and tensor.is_floating_point():
-            tensor = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+            plain = plain_tensor(tensor)
+            if plain is None:
+                return
             with without_modes():
                 for number in numbers:
-                    self.streamed(number, what, tensor)
+                    self.streamed(number, what, plain)
+
+
+def _silent() -> LiveHooks:
+    return LiveHooks(nn.Identity(), [], _ignore)
+
+
+def _ignore(number: int, call: LiveCall) -> None:
+    return
+
+
+def is_compiled(model: nn.Module, name: str = "") -> bool:
+    """Whether torch.compile stands around a model, or around the part of it that is called by this name."""
+    if not name:
+        return any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in wrappers(model))
+    parts = name.split(".")
+    holders = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1))
+    return "_orig_mod" in parts or any(one._compiled_call_impl is not None for one in holders)
 
 
 def _with_heads(call: LiveCall, num_heads: int) -> LiveCall:

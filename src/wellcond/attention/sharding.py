@@ -128,7 +128,7 @@ def fsdp_modules(model: nn.Module) -> list[nn.Module]:
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def _wrapped(model: nn.Module | None) -> Iterator[nn.Module]:
+def wrappers(model: nn.Module | None) -> Iterator[nn.Module]:
     """A model, and what torch.compile's and DistributedDataParallel's wrappers hold, one inside the other."""
     while model is not None:
         yield model
@@ -143,13 +143,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises: TypeError for something that is no module.
     """
     check_model(model)
-    *_, inner = _wrapped(model)
+    *_, inner = wrappers(model)
     return inner
 
 
 def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     """DistributedDataParallel, if it is one of the wrappers."""
-    return next((one for one in _wrapped(model) if isinstance(one, nn.parallel.DistributedDataParallel)), None)
+    return next((one for one in wrappers(model) if isinstance(one, nn.parallel.DistributedDataParallel)), None)
 
 
 def update_buffers(model: nn.Module) -> None:

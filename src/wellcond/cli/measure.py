@@ -13,7 +13,7 @@ from typer import Option
 from wellcond.cli import app as cli
 from wellcond.cli.console import echo, echo_json, make_console
 from wellcond.errors import WellcondError, check_choice
-from wellcond.files import write_atomically
+from wellcond.files import to_json, write_atomically
 from wellcond.jacobian.problem import Convention
 
 if TYPE_CHECKING:
@@ -33,19 +33,38 @@ def doctor(
     tokens: cli.Tokens = 32,
     trained: Annotated[bool | None, Option("--trained/--fresh", help="By default its norms show it.")] = None,
     jacobian: Annotated[bool, Option("--jacobian", help="Also measure kappa(J) of every head; minutes.")] = False,
+    against: Annotated[Path | None, cli.checkpoint_option(help="Other weights of MODEL: what changed.")] = None,
     seed: cli.Seed = 0,
     json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
     output: cli.JsonFile = None,
     html: cli.HtmlFile = None,
     force: cli.Force = False,
 ) -> None:
-    """Say what is wrong with the attention of MODEL, and which line of code fixes it; seconds."""
+    """Say what is wrong with the attention of MODEL, and which line of code fixes it; seconds.
+
+    MODEL may also be a folder that save_pretrained wrote, for what its weights alone say, or the monitor.jsonl of a
+    run, for its alarms.
+    """
     cli.check_outputs(output, html, force=force)
+    path = Path(model)
+    if path.suffix == ".jsonl" or (path.is_dir() and (path / "monitor.jsonl").is_file()):
+        _replay(path, json=json, output=output)
+        return
+    if path.is_dir() and (path / "config.json").is_file():
+        model, input = f"hf:{model}", "none"
+    elif path.suffix in (".safetensors", ".pt", ".bin") and path.is_file():
+        raise cli.OptionError(
+            f"{model} holds weights, and which rows of them are heads is known for a MODEL only; type "
+            f"wellcond doctor MODEL --weights {model} --input none"
+        )
+    if against is not None:
+        _compare(model, model_arg, weights, against, seed, json=json, output=output)
+        return
     built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
     from wellcond.doctor.diagnose import diagnose
 
     found = diagnose(built, batch, trained=trained, jacobian=jacobian)
-    found.run.update({name: f"{said[name]}: {found.run[name]}" for name in said})
+    found.run.update({name: f"{said[name]}: {found.run[name]}" for name in said if name in found.run})
     if json:
         echo_json(found.to_json())
     else:
@@ -110,12 +129,64 @@ def _build(
     spec: str, model_arg: list[str] | None, weights: Path | None, seed: int, source: str, samples: int, tokens: int
 ) -> tuple[nn.Module, Any, dict[str, str]]:
     """The model and its batch, and what they are; a mistake is told before torch is loaded."""
+    described_model = {"model": cli.describe_spec(spec, model_arg, weights, seed)}
+    if source == "none":
+        return cli.build_loaded(spec, model_arg, weights, seed), None, described_model
     cli.check_input(source)
     model = cli.build_loaded(spec, model_arg, weights, seed)
     from wellcond.cli.inputs import make_batch
 
     batch, described = make_batch(model, source, samples=samples, tokens=tokens, seed=seed)
-    return model, batch, {"model": cli.describe_spec(spec, model_arg, weights, seed), "input": described}
+    return model, batch, described_model | {"input": described}
+
+
+def _replay(path: Path, *, json: bool, output: Path | None) -> None:
+    """The alarms of a run, from what its monitor wrote."""
+    from wellcond.cli.watch import find_file
+    from wellcond.training.alarms import Alarms
+    from wellcond.training.series import Series
+
+    series = Series.read(find_file(path))
+    alarms = Alarms.replay(series)
+    content = to_json([alarm.to_dict() for alarm in alarms], indent=2)
+    if json:
+        echo_json(content)
+    else:
+        steps = f"steps {series.steps[0]} to {series.steps[-1]}" if series.steps else "no step yet"
+        counted = f"{len(alarms)} alarm{'' if len(alarms) == 1 else 's'}" if alarms else "no alarm"
+        echo(f"{path}: {len(series.steps)} readings of {series.num_heads} heads, {steps}: {counted}.")
+        for alarm in alarms:
+            echo(f"\n{alarm}")
+    if output is not None:
+        write_atomically(output, content + "\n")
+        echo(f"wrote {output}", err=json)
+
+
+def _compare(
+    model: str,
+    model_arg: list[str] | None,
+    weights: Path | None,
+    against: Path,
+    seed: int,
+    *,
+    json: bool,
+    output: Path | None,
+) -> None:
+    """What changed between two checkpoints of a model."""
+    first = cli.build_loaded(model, model_arg, weights, seed)
+    second = cli.build_loaded(model, model_arg, against, seed)
+    from wellcond.doctor.weights import compare_weights
+
+    found = compare_weights(first, second)
+    content = to_json(found.to_dict(), indent=2)
+    if json:
+        echo_json(content)
+    else:
+        echo(f"{cli.describe_spec(model, model_arg, weights, seed)} against {against.name}\n")
+        echo(found.to_text(width=min(100, make_console().width)))
+    if output is not None:
+        write_atomically(output, content + "\n")
+        echo(f"wrote {output}", err=json)
 
 
 def _write(found: MeasurementReport | Diagnosis, output: Path | None, html: Path | None, *, err: bool = False) -> None:

@@ -22,9 +22,11 @@ from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.methods import per_projection
 from wellcond.doctor.records import MOST_TOKENS, THRESHOLDS, Diagnosis, LayerFacts, NotFinite, TokenFacts
 from wellcond.doctor.rules import judge
+from wellcond.doctor.weights import NO_BATCH, spectral_facts
 from wellcond.errors import DiagnosisError
 from wellcond.init.tokens import embedding_layers, embedding_spread, position_tables
 from wellcond.jacobian.diagnosis import map_statistics
+from wellcond.linalg.circuits import head_cosines
 from wellcond.linalg.spectrum import spectrum
 from wellcond.measurement.measure import measure
 from wellcond.measurement.records import run_facts
@@ -34,12 +36,11 @@ MOST_SAMPLES = 2
 """Of which the condition number of the tokens is computed; it costs the cube of their number."""
 SINGLE_PRECISION = 1e-6
 """Singular values below this, relative to the largest, are rounding of float32 tokens."""
-PROBES = 8
 
 
 def diagnose(
     model: nn.Module,
-    batch: Any,
+    batch: Any = None,
     *,
     sites: Chosen | None = None,
     trained: bool | None = None,
@@ -50,13 +51,14 @@ def diagnose(
     For an untrained model that line is the recommended initialisation, `init_(model, "calibrated", batch=batch)`.
 
     The model runs once on the batch, in evaluation mode and without gradients, and is left as it was. This takes
-    seconds.
+    seconds. Without a batch the diagnosis is of the weights alone: spectra, effective rank, SEC index, scales, dead and
+    duplicate heads.
 
     Args:
         model: any model that `find_attention` understands, before training, in training or after it.
         batch: what the model is called with: a tensor, a mapping of keyword arguments, a tuple of arguments, or a
-            function that calls the model. A few samples of the training set suffice; noise hides what blank patches
-            and repeated words show.
+            function that calls the model; None for the weights alone. A few samples of the training set suffice; noise
+            hides what blank patches and repeated words show.
         sites: only these, from `find_attention(model)`, or a pattern of paths such as ``"blocks.*"``; all by default.
         trained: whether the model is trained, so that rules for untrained models do not apply, nor advice that
             overwrites weights. By default its norms show it; where they cannot (norms without parameters), the
@@ -78,8 +80,11 @@ def diagnose(
         Diagnosis(1 attention layer, nothing to fix)
     """
     inner = unwrap(model)
-    check_batch(batch)
+    if batch is not None:
+        check_batch(batch)
     check_flag("jacobian", jacobian)
+    if jacobian and batch is None:
+        raise ValueError("jacobian: expected a batch, of which the Jacobians are; give batch=...")
     if trained is not None:
         check_flag("trained", trained)
     if any(parameter.is_meta for parameter in inner.parameters()):
@@ -92,7 +97,10 @@ def diagnose(
     else:
         chosen = choose_sites(inner, sites)
     check_readable(chosen)
-    layers, tokens, not_finite = examine(inner, batch, chosen)
+    if batch is None:
+        layers, tokens, not_finite = examine_weights(inner, chosen)
+    else:
+        layers, tokens, not_finite = examine(inner, batch, chosen)
     if jacobian:
         report = measure(inner, batch, sites=chosen, kappa="pseudo")
         worst = {one.name: max((head.mean_kappa() for head in one.heads), default=math.nan) for one in report.layers}
@@ -145,6 +153,29 @@ def examine(
             )
         )
     return tuple(facts), _of_embeddings(model, layers, found, sites), _find_not_finite(model, watch)
+
+
+def examine_weights(
+    model: nn.Module, sites: Sequence[AttentionSite]
+) -> tuple[tuple[LayerFacts, ...], TokenFacts, NotFinite | None]:
+    """Describe every attention layer by its weights alone; nothing runs."""
+    weights = _in_weights(model)
+    facts = [
+        LayerFacts(
+            name=site.name,
+            kind=site.kind,
+            num_heads=site.num_heads,
+            num_kv_heads=site.num_kv_heads,
+            head_dim=site.head_dim,
+            width=site.in_features,
+            qk_norm=site.qk_norm is not None or site.kind == "cross_covariance",
+            not_seen=(NO_BATCH,),
+            **_of_weights(site),
+            **spectral_facts(site),
+        )
+        for site in sites
+    ]
+    return tuple(facts), TokenFacts(), NotFinite(weights=weights) if weights else None
 
 
 def is_fresh(model: nn.Module) -> bool | None:
@@ -293,7 +324,7 @@ def _of_weights(site: AttentionSite) -> dict[str, Any]:
     return fields | {
         "causal": site.causal,
         "zero_heads": _zero(q, k, v, heads.get("o")),
-        "duplicate_heads": _duplicates(q, k, v) if k.shape[2] == q.shape[2] else (),
+        "duplicate_heads": _duplicates(q, k, v),
         "shared_values": _share_values(v),
     }
 
@@ -310,17 +341,10 @@ def _zero(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None) -> tuple[int, ...]:
 
 def _duplicates(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, int], ...]:
     """Pairs with the same W_Q^T W_K, whatever its factors, and the same W_V: compared on random vectors."""
-    probes = torch.randn(PROBES, q.shape[2], generator=torch.Generator().manual_seed(0))
-    keys = (k @ probes.T).repeat_interleave(q.shape[0] // k.shape[0], 0)
-    values = (v @ probes[:, : v.shape[2]].T).repeat_interleave(q.shape[0] // v.shape[0], 0)
-    alike = torch.minimum(_cosines(q.mT @ keys), _cosines(values)).triu(1)
+    cosines = head_cosines(q, k, v)
+    alike = torch.zeros(len(q), len(q)) if cosines is None else cosines.triu(1)
     first, second = (alike > THRESHOLDS["duplicate-heads"]).nonzero(as_tuple=True)
     return tuple(zip(first.tolist(), second.tolist(), strict=True))
-
-
-def _cosines(heads: Tensor) -> Tensor:
-    flat = nn.functional.normalize(heads.flatten(1), dim=1)
-    return flat @ flat.T
 
 
 def _share_values(v: Tensor) -> bool:

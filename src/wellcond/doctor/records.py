@@ -105,6 +105,14 @@ class LayerFacts:
     qk_norm: bool = False
     saturation: float | None = None
     """Of a correction lam I on Q and K: how far it raises a token's own logit, over the limit ln N + 5."""
+    kappa_weights: float | None = None
+    """Worst condition number of W_Q, W_K, W_V, W_O of a head; only without a batch, as the three that follow."""
+    effective_rank: float | None = None
+    """Smallest effective rank of these, exp of the entropy of sigma / sum(sigma)."""
+    sec_qk: float | None = None
+    """Largest SEC index of W_Q^T W_K: the share of its largest d/16 squared singular values."""
+    sec_ov: float | None = None
+    """The same of W_O W_V."""
     kappa_jacobian: float | None = None
     """Worst condition number of a head's parameter Jacobian, over its non-zero spectrum; only if asked for."""
 

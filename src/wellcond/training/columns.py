@@ -185,6 +185,16 @@ def v_norm(call: LiveCall) -> Tensor | str:
     return "its values were not seen" if call.v is None else _squares(call.v)
 
 
+@register_column("v_spread")
+def v_spread(call: LiveCall) -> Tensor | str:
+    """How far values of a sample differ from their mean, relative to their length: 0 where all tokens are the same."""
+    if call.v is None:
+        return "its values were not seen"
+    v = call.v.float()
+    apart = (v - v.mean(-2, keepdim=True)).square().sum(-1).mean(-1)
+    return (apart / v.square().sum(-1).mean(-1)).sqrt()
+
+
 def _squares(part: Tensor) -> Tensor:
     return torch.linalg.vector_norm(part, dim=-1, dtype=torch.promote_types(part.dtype, torch.float32)).square()
 

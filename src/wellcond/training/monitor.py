@@ -20,8 +20,9 @@ from wellcond.attention.sharding import is_distributed, local_shard, unwrap
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import UnknownChoiceError
 from wellcond.linalg.circuits import NUMBERS, circuit_numbers, gram_matrices
+from wellcond.training.alarms import Alarms
 from wellcond.training.columns import CHECK, COLUMNS, TOLERANCE, Column
-from wellcond.training.series import Series
+from wellcond.training.series import Series, is_first_process
 
 WEIGHT_COLUMNS = (*NUMBERS, "weight_change")
 SHARE = "attention_share"
@@ -82,8 +83,8 @@ class AttentionMonitor:
     later. So nothing waits for the device within a step, and no process for another outside `step`.
 
     What was not seen is NaN, and `not_seen` says why. torch.compile is such a case: compiled code calls no hooks, its
-    graph stays as it is, and only what the weights alone say is known. Attention layers that are not compiled, and
-    kernels that are compiled by themselves within one, are seen as far as their operators show.
+    graph stays as it is, and only what the weights alone say is known. Make the monitor after `torch.compile`: the
+    other way round the same graph is compiled a second time, when the hooks of the first step are gone.
 
     Under DistributedDataParallel, FSDP2 and tensor parallelism every process makes a monitor and calls `step`; all then
     have the numbers of one process that sees all samples and heads.
@@ -128,7 +129,7 @@ class AttentionMonitor:
         weights_every: int | None = None,
         sites: Chosen | None = None,
         file: str | os.PathLike[str] | None = None,
-        alarms: Any = None,
+        alarms: Alarms | None = None,
         first_step: int = 0,
         group: Any = None,
     ) -> None:
@@ -161,9 +162,9 @@ class AttentionMonitor:
         self._grams: list[dict[str, Tensor]] | None = None
         self._pending: list[_Flush] = []
         self._make_buffers()
-        self._hooks = LiveHooks(self.model, self.sites, self._see, self._stream if self._share else None)
+        self._hooks = LiveHooks(model, self.sites, self._see, self._stream if self._share else None)
         self._armed = False
-        if file is not None and _is_first_process():
+        if file is not None and is_first_process():
             self.series.write_to(file, keep_until=first_step)
         self._arm()
 
@@ -436,8 +437,3 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return pinned.copy_(tensor, non_blocking=True)
-
-
-def _is_first_process() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from wellcond.arguments import describe
 from wellcond.errors import MonitorError
@@ -62,7 +63,8 @@ class Series:
         return np.stack([table[:, at] for table in tables])
 
     def add(self, step: int, table: np.ndarray) -> None:
-        """Add the reading of a step, and write it if there is a file."""
+        """Add the reading of a step, and write it if there is a file; both keep float32, so that they are the same."""
+        table = table.astype(np.float32)
         self.steps.append(step)
         self.tables.append(table)
         if self.path is not None:
@@ -85,7 +87,7 @@ class Series:
         for name, count in self.layers:
             part = table[first : first + count]
             numbers = {
-                column: [_plain(value) for value in part[:, at]]
+                column: list(map(_plain, part[:, at]))
                 for at, column in enumerate(self.columns)
                 if not np.isnan(part[:, at]).all()
             }
@@ -154,7 +156,7 @@ class Series:
             if name not in firsts:
                 raise ValueError(f"line {number} is of {name!r}, which its first line does not name")
             begin, count = firsts[name]
-            table = tables.setdefault(step, np.full((self.num_heads, len(self.columns)), math.nan))
+            table = tables.setdefault(step, np.full((self.num_heads, len(self.columns)), math.nan, dtype=np.float32))
             seen.setdefault(step, set()).add(name)
             for at, column in enumerate(self.columns):
                 if column in entry:
@@ -179,11 +181,17 @@ class Series:
         return make_frame(rows, {"version": __version__})
 
 
-def _plain(value: float) -> float | str | None:
-    """Six digits; JSON has no infinity and no NaN."""
-    if math.isnan(value):
+def _plain(value: np.float32) -> float | str | None:
+    """The shortest digits that give the same number again; JSON has no infinity and no NaN."""
+    if np.isnan(value):
         return None
-    return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    return float(str(value)) if np.isfinite(value) else str(value)
+
+
+def is_first_process() -> bool:
+    """Whether this process writes and logs; where nothing is distributed, it is the only one."""
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 def _lines_until(path: Path, step: int, header: dict[str, Any]) -> Iterator[str]:

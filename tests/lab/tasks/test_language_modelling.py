@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from lab.helpers import bundle, make_recipe, texts, tiny_gpt2
-from lab.tasks.test_tasks import evaluation_batch, make_task
+from lab.tasks.test_base import evaluation_batch, make_task
 from wellcond.errors import DataError, RecipeError
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.methods import MethodSettings

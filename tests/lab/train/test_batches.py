@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.helpers import pil_images
@@ -58,7 +58,6 @@ def test_resuming_continues_the_sequence(start):
     st.integers(0, 3),
     st.sampled_from([(1, 1), (2, 1), (1, 3)]),
 )
-@settings(max_examples=200, deadline=None)
 def test_repeats_show_fewer_samples_more_often(num_samples, batch_size, repeats, epoch, shares):
     processes, accumulate = shares
     if num_samples < batch_size or batch_size % (processes * accumulate):
@@ -101,7 +100,6 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 8))
-@settings(max_examples=300, deadline=None)
 def test_evaluation_covers_every_sample_once(num_samples, batch_size, processes):
     if num_samples < processes:
         with pytest.raises(RecipeError, match="at least one evaluation sample for each process"):

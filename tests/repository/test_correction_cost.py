@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import wellcond as wc
-from conditioning.test_step import images, vit
+from conditioning.test_attach_step import images, vit
 from wellcond.linalg.polar import mix_with_polar
 
 SPEC = importlib.util.spec_from_file_location(

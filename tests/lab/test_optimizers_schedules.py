@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -114,7 +114,6 @@ def test_steps_falls_at_each_milestone():
     ),
     num_steps=st.integers(1, 40),
 )
-@settings(max_examples=300, deadline=None)
 def test_no_schedule_leaves_the_range_from_zero_to_the_peak(fields, num_steps):
     assert all(-1e-12 <= factor <= 1 + 1e-12 for factor in factors(num_steps, **fields))
 

@@ -1,0 +1,60 @@
+"""The monitor on two processes has the numbers of one process that sees all samples and heads."""
+
+import pytest
+import torch
+
+import wellcond as wc
+from distributed.models import IMAGES, LABELS, TOKENS, WRAPPERS, build
+from distributed.processes import rank, run_on_two
+
+pytestmark = pytest.mark.processes
+
+CASES = [("ddp", "vit"), ("fsdp", "vit"), ("fsdp", "gpt2"), ("tp", "llama"), ("fsdp over tp", "llama")]
+
+
+def part_loss(model, name, part):
+    if name == "vit":
+        return torch.nn.functional.cross_entropy(model(IMAGES[part]), LABELS[part])
+    return model(input_ids=TOKENS[part], labels=TOKENS[part]).loss
+
+
+def watch(wrapper, name):
+    """Two steps; under data parallelism each process sees half of the samples."""
+    model = WRAPPERS[wrapper](build(name)).train()
+    parallel = wrapper in ("ddp", "fsdp")
+    mine = slice(2 * rank(), 2 * rank() + 2) if parallel else slice(None)
+    monitor = wc.AttentionMonitor(model, every=1, weights_every=1)
+    tables, largest = [], []
+    for _ in range(2):
+        part_loss(model, name, mine).backward()
+        largest.append(torch.cat(list(monitor.max_logits().values())))
+        for parameter in model.parameters():
+            parameter.grad = None
+        monitor.step()
+    monitor.close()
+    tables = torch.tensor(monitor.series.values)
+    both = [None, None]
+    torch.distributed.all_gather_object(both, (tables, largest[0]))
+    assert torch.equal(both[0][0].nan_to_num(7.0), both[1][0].nan_to_num(7.0)), "both have the same numbers"
+    assert torch.equal(both[0][1], both[1][1])
+    return {"tables": tables, "largest": largest[0], "unseen": len(monitor.not_seen)}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    return run_on_two(tmp_path_factory.mktemp("monitor"), watch, CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_numbers_are_those_of_one_process(done, case):
+    model = build(case[1]).train()
+    monitor = wc.AttentionMonitor(model, every=1, weights_every=1)
+    for _ in range(2):
+        part_loss(model, case[1], slice(None))
+        monitor.step()
+    monitor.close()
+    assert isinstance(done[case], dict), done[case]
+    alone = torch.tensor(monitor.series.values)
+    assert done[case]["unseen"] == 0 and alone.isfinite().float().mean() > 0.9
+    torch.testing.assert_close(done[case]["tables"], alone, rtol=1e-3, atol=1e-4, equal_nan=True)
+    assert torch.equal(done[case]["largest"], done[case]["tables"][0, :, 0])
