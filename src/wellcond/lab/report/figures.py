@@ -211,7 +211,8 @@ def build_figures(analysis: Analysis) -> list[Figure]:
             "attention",
             "Attention maps",
             "Means over heads and layers. Entropy 1 is uniform attention, 0 is attention to one token, where the "
-            f"softmax is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself. {BAND}",
+            "softmax is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself. "
+            f"{BAND}",
             [
                 _measured_panel(analysis, "normalised_entropy", "Entropy over ln N", "share of ln N"),
                 _measured_panel(analysis, "diagonal_mass", "Diagonal mass", "mean probability"),
