@@ -114,7 +114,8 @@ def source_of(data: Any, *, name: str | None = None, **options: Any) -> SourceCo
     if ".py:" in text:
         file, _, function = text.rpartition(":")
         return resolve_config({"source": "factory", "factory": f"{Path(file).resolve()}:{function}", **options})
-    if HUB_ID.fullmatch(text) and (suffix_of(path) not in BUILDERS or find_in_mirror(text)):
+    is_id = HUB_ID.fullmatch(text) and "/" in text and suffix_of(path) not in BUILDERS
+    if is_id or find_in_mirror(text):
         return resolve_config({"source": "hub", "id": text, **options})
     raise DataError(
         f"no such file or folder: {text}",
@@ -243,9 +244,7 @@ def _parts(given: Any) -> dict[str, Any]:
             "These data cannot be used.",
             expected="a torch Dataset with __len__ and __getitem__ (an iterable one has no examples by number, so no "
             "run could be resumed), a `datasets.Dataset`, or a mapping of these by split with one named train",
-            found=", ".join(
-                f"{split}: {part if isinstance(part, str) else type(part).__name__}" for split, part in found.items()
-            ),
+            found=listed(f"{split}: {kind}" for split, kind in found.items()),
         )
     return parts
 
