@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from wellcond.arguments import CORRECTIONS as METHODS
+from wellcond.arguments import check_choice
 from wellcond.attention.blocks import POSITIONS
 from wellcond.attention.sharding import full_tensor
 from wellcond.attention.site import AttentionSite
@@ -24,10 +26,9 @@ from wellcond.conditioning.corrections import (
     FrozenCorrection,
     StoredCorrection,
 )
-from wellcond.errors import UnknownChoiceError, WeightError, check_choice
+from wellcond.errors import UnknownChoiceError, WeightError
 from wellcond.linalg.polar import mix_with_polar
 from wellcond.linalg.spectrum import spectra
-from wellcond.registry import CORRECTIONS as METHODS
 
 Layout = Literal["joint", "per_head"]
 Parts = Sequence[tuple[str, Slot]]
@@ -61,7 +62,6 @@ class Correction:
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what contradicts itself."""
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("gradient", self.gradient, ("straight_through", "through"))
         if (self.correct is None) == (self.build is None):
