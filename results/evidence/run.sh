@@ -43,57 +43,50 @@ digits() {
 }
 
 gpt2-tinystories() {
-  strong gpt2-tinystories gpt2-tinystories "tokens(embeddings=3.46, positions=3.46)" --set optimizer.lr=6e-3 --tune tokens.positions=1,3.46,12 --tune tokens.embeddings=1.7,3.46,7
-  fair gpt2-tinystories gpt2-tinystories "$(found gpt2-tinystories)" 1.5e-3,3e-3,6e-3,1.2e-2 --set "training.length={steps: 150}" \
-    --set "schedule.warmup={steps: 20}" --set "evaluation.every={steps: 75}" --set data.limit_evaluation=100 --set data.limit_test=300
+  strong gpt2-tinystories gpt2-tinystories "tokens(embeddings=3.46, positions=3.46)" --set optimizer.lr=6e-3 --tune tokens.positions=1,3.46,12 --tune tokens.embeddings=1.7,3.46,7 \
+    --set "training.length={steps: 300}" --set "schedule.warmup={steps: 40}" --set "evaluation.every={steps: 50}" --set data.limit_evaluation=200 --set data.limit_test=400
+  fair gpt2-tinystories gpt2-tinystories "$(found gpt2-tinystories)" 1.5e-3,3e-3,6e-3,1.2e-2
 }
 
-gpt2-wikitext2() {  # less than an epoch: without dropout, which triples the time of a step
-  local short=(--set "training.length={steps: 150}" --set "schedule.warmup={steps: 15}" --set "evaluation.every={steps: 75}" --set data.limit_test=400
-    --set model.arguments.resid_pdrop=0 --set model.arguments.embd_pdrop=0 --set model.arguments.attn_pdrop=0)
-  strong gpt2-wikitext2 gpt2-wikitext2 "tokens(embeddings=3.46, positions=1)" --set optimizer.lr=6e-3 --tune tokens.positions=1,3.46 --tune tokens.embeddings=1.7,3.46,7,14 "${short[@]}"
-  fair gpt2-wikitext2 gpt2-wikitext2 "$(found gpt2-wikitext2)" 1.5e-3,3e-3,6e-3,1.2e-2 "${short[@]}"
+gpt2-wikitext2() {
+  strong gpt2-wikitext2 gpt2-wikitext2 "tokens(embeddings=3.46, positions=1)" --set optimizer.lr=6e-3 --tune tokens.positions=1,3.46 --tune tokens.embeddings=1.7,3.46,7,14
+  fair gpt2-wikitext2 gpt2-wikitext2 "$(found gpt2-wikitext2)" 1.5e-3,3e-3,6e-3,1.2e-2
 }
 
 vit() {
-  local short=(--set "evaluation.every={epochs: 2}")
-  strong vit-patch8 vit "tokens(embeddings=1, positions=3)" --set optimizer.lr=3e-3 --tune tokens.positions=1,3,10,30 --tune tokens.embeddings=1,3 "${short[@]}"
-  fair vit-patch8 vit "$(found vit)" 1e-3,2.2e-3,5e-3,1.1e-2 "${short[@]}"
+  strong vit-patch8 vit "tokens(embeddings=1, positions=3)" --set optimizer.lr=3e-3 --tune tokens.positions=1,3,10,30 --tune tokens.embeddings=1,3
+  fair vit-patch8 vit "$(found vit)" 1e-3,2.2e-3,5e-3,1.1e-2
 }
 
 listops() {  # of the paper's own width: the library's start is the scale-true one
-  local short=(--set "data.options={min_length: 5, max_length: 64, max_depth: 4, max_args: 5}" --set task.length=64 --set "training.length={steps: 200}" --set "evaluation.every={steps: 100}")
-  strong lra-listops listops "tokens(embeddings=7, positions=1)" --set optimizer.lr=3e-3 --tune tokens.positions=1,7 --tune tokens.embeddings=1,7,20,50 "${short[@]}"
-  library= fair lra-listops listops "$(found listops)" 1e-3,2.2e-3,5e-3,1.1e-2 "${short[@]}"
+  strong lra-listops listops "tokens(embeddings=7, positions=1)" --set optimizer.lr=3e-3 --tune tokens.positions=1,7 --tune tokens.embeddings=1,7,20,50
+  library= fair lra-listops listops "$(found listops)" 1e-3,2.2e-3,5e-3,1.1e-2
 }
 
 crammed-bert() {
-  local short=(--set "training.length={steps: 150}" --set training.batch_size=32 --set "evaluation.every={steps: 150}" --set evaluation.samples=256 --set data.limit_test=300)
-  strong crammed-bert crammed-bert "tokens(embeddings=10, positions=10)" --set optimizer.lr=1e-2 --tune tokens.positions=1,10 --tune tokens.embeddings=1,10 "${short[@]}"
-  fair crammed-bert crammed-bert "$(found crammed-bert)" 2.5e-3,5e-3,1e-2,2e-2 "${short[@]}"
+  strong crammed-bert crammed-bert "tokens(embeddings=10, positions=10)" --set optimizer.lr=1e-2 --tune tokens.positions=1,10 --tune tokens.embeddings=1,10
+  fair crammed-bert crammed-bert "$(found crammed-bert)" 2.5e-3,5e-3,1e-2,2e-2
 }
 
 xcit() {
-  local short=(--set "training.length={epochs: 2}" --set "schedule.warmup={epochs: 0.2}" --set data.limit_train=2500 --set training.batch_size=50 --set "evaluation.every={epochs: 2}" --set data.limit_test=1000)
-  strong xcit xcit "tokens(embeddings=3)" --set optimizer.lr=3e-3 --tune tokens.embeddings=0.3,1,3,10 "${short[@]}"
-  fair xcit xcit "$(found xcit)" 1e-3,2.2e-3,5e-3,1.1e-2 "${short[@]}"
+  strong xcit xcit "tokens(embeddings=3)" --set optimizer.lr=3e-3 --tune tokens.embeddings=0.3,1,3,10
+  fair xcit xcit "$(found xcit)" 1e-3,2.2e-3,5e-3,1.1e-2
 }
 
 swin() {
-  local short=(--set "training.length={epochs: 2}" --set "schedule.warmup={epochs: 0.2}" --set training.batch_size=50 --set data.limit_train=2500 --set "evaluation.every={epochs: 2}" --set data.limit_test=1000)
-  strong swin swin "tokens(embeddings=3)" --set optimizer.lr=3e-3 --tune tokens.embeddings=0.3,1,3,10 "${short[@]}"
-  fair swin swin "$(found swin)" 1e-3,2.2e-3,5e-3,1.1e-2 "${short[@]}"
+  strong swin swin "tokens(embeddings=3)" --set optimizer.lr=3e-3 --tune tokens.embeddings=0.3,1,3,10
+  fair swin swin "$(found swin)" 1e-3,2.2e-3,5e-3,1.1e-2
 }
 
 text() {  # reviews byte by byte are learned slowly: twice the steps of the other tasks, and still little is learned
-  local short=(--set task.length=128 --set model.arguments.landmarks=16 --set "training.length={steps: 300}" --set "evaluation.every={steps: 150}" --set data.limit_evaluation=500 --set data.limit_test=1000)
-  strong lra-text text "tokens(embeddings=20, positions=1)" --set optimizer.lr=3e-3 --tune tokens.positions=1,7 --tune tokens.embeddings=1,7,50 "${short[@]}"
-  library= fair lra-text text "$(found text)" 1.5e-3,3e-3,6e-3 --tune-growth 1 "${short[@]}"
+  strong lra-text text "tokens(embeddings=20, positions=1)" --set optimizer.lr=3e-3 --tune tokens.positions=1,7 --tune tokens.embeddings=1,7,50
+  library= fair lra-text text "$(found text)" 1.5e-3,3e-3,6e-3 --tune-growth 1
 }
 
 causal() {  # which of Q, K and V it is that hurts a causal model
   local tied="conditioned(keys=tied),conditioned(keys=tied, value_scale=default)"
   compare --recipe gpt2-tinystories --folder causal --set optimizer.lr=3e-3 --set "evaluation.every={steps: 150}" --seeds 5 \
+    --set "training.length={steps: 300}" --set "schedule.warmup={steps: 40}" --set data.limit_evaluation=200 --set data.limit_test=400 \
     --methods "default,conditioned,conditioned(projections=qk),conditioned(projections=v),conditioned(value_scale=default),$tied"
 }
 
@@ -102,11 +95,11 @@ decide() {  # recipe, rates, settings: what the papers claim, on the further mod
     --tune "optimizer.lr=$2" "${@:3}"
 }
 
-deit() { decide deit 1e-3,2.2e-3,5e-3,1.1e-2 --set "evaluation.every={epochs: 2}"; }
-davit() { decide davit 1e-3,2.2e-3,5e-3,1.1e-2 --set "training.length={epochs: 2}" --set "schedule.warmup={epochs: 0.2}" --set training.batch_size=64 --set "evaluation.every={epochs: 2}"; }
-lra-retrieval() { gaussian= decide lra-retrieval 1e-3,3e-3 --tune-growth 1 --set "training.length={steps: 250}" --set "evaluation.every={steps: 125}" --set task.length=64; }
-lra-image() { gaussian= decide lra-image 1e-3,3e-3 --tune-growth 1 --set "training.length={steps: 200}" --set "evaluation.every={steps: 100}" --set task.image_size=12 --set model.arguments.landmarks=18; }
-lra-pathfinder() { gaussian= decide lra-pathfinder 1e-3,3e-3 --tune-growth 1 --set "training.length={steps: 250}" --set "evaluation.every={steps: 125}"; }
+deit() { decide deit 1e-3,2.2e-3,5e-3,1.1e-2; }
+davit() { decide davit 1e-3,2.2e-3,5e-3,1.1e-2; }
+lra-retrieval() { gaussian= decide lra-retrieval 1e-3,3e-3 --tune-growth 1; }
+lra-image() { gaussian= decide lra-image 1e-3,3e-3 --tune-growth 1; }
+lra-pathfinder() { gaussian= decide lra-pathfinder 1e-3,3e-3 --tune-growth 1; }
 
 again() {  # recipe, methods, seeds, settings: what ten seeds left open, once more, at the rates that were found, on fresh seeds; larger test splits
   # where most of the noise is that of the split
@@ -114,22 +107,19 @@ again() {  # recipe, methods, seeds, settings: what ten seeds left open, once mo
 }
 again-digits() { again digits default,conditioned 30; }
 again-gpt2-tinystories() {
-  again gpt2-tinystories default,conditioned 32 --set "training.length={steps: 150}" --set "schedule.warmup={steps: 20}" --set "evaluation.every={steps: 75}" \
-    --set data.limit_evaluation=100 --set data.limit_test=300
+  again gpt2-tinystories default,conditioned 32
 }
 again-listops() {
-  again lra-listops "default,mimetic,conditioned,identity(lam=10)" 14 --set "data.options={min_length: 5, max_length: 64, max_depth: 4, max_args: 5}" --set task.length=64 \
-    --set "training.length={steps: 200}" --set "evaluation.every={steps: 100}" --set data.num_test=10000
+  again lra-listops "default,mimetic,conditioned,identity(lam=10)" 14 --set data.num_test=10000
 }
 again-text() {
-  again lra-text "default,mimetic,conditioned,identity(lam=10)" 12 --set task.length=128 --set model.arguments.landmarks=16 --set "training.length={steps: 300}" \
-    --set "evaluation.every={steps: 150}" --set data.limit_evaluation=500 --set data.limit_test=10000
+  again lra-text "default,mimetic,conditioned,identity(lam=10)" 12 --set data.limit_test=10000
 }
 again-epochs() {  # as `measured-vision`, without the Jacobian
   local family
   for family in deit xcit vit-patch8 davit; do
     name="epochs-$family" again "$family" default,conditioned 24 --set optimizer.lr=1e-3 --set "training.length={epochs: 3}" --set "evaluation.every={epochs: 0.25}" \
-      --set data.limit_train=3000 --set evaluation.test=null
+      --set data.limit_train=3000 --set evaluation.test=null --set training.batch_size=128 --set "schedule.warmup={epochs: 0.5}" --set data.limit_test=2000
   done
 }
 again-output() { name=output again vit-patch8 "conditioned,conditioned(output=orthogonal)" 16 --set optimizer.lr=2.2e-3 --set "evaluation.every={epochs: 4}"; }
@@ -140,7 +130,8 @@ measured() {  # recipe, rate, settings: the condition number of the Jacobian at 
 }
 
 measured-vision() {
-  local family short=(--set "training.length={epochs: 3}" --set "evaluation.every={epochs: 0.25}" --set data.limit_train=3000 --set evaluation.test=null)
+  local family short=(--set "training.length={epochs: 3}" --set "evaluation.every={epochs: 0.25}" --set data.limit_train=3000 --set evaluation.test=null
+    --set training.batch_size=128 --set "schedule.warmup={epochs: 0.5}" --set data.limit_test=2000)
   for family in vit-patch8 xcit; do measured "$family" 1e-3 "${short[@]}"; done
   for family in deit swin davit; do measured "$family" 1e-3 "${short[@]}" --set tracking.jacobian_points=0; done
 }
@@ -148,11 +139,12 @@ measured-vision() {
 measured-lra() {
   local short=(--set task.length=64 --set "training.length={steps: 200}" --set "evaluation.every={steps: 20}" --set evaluation.test=null)
   measured lra-listops 2e-3 "${short[@]}" --set "data.options={min_length: 5, max_length: 64, max_depth: 4, max_args: 5}"
-  measured lra-text 2e-3 "${short[@]}" --set model.arguments.landmarks=16
+  measured lra-text 2e-3 "${short[@]}" --set data.limit_evaluation=1000 --set data.limit_test=2000
 }
 
 measured-causal() {
-  measured gpt2-tinystories 3e-3 --set "training.length={steps: 50}" --set "evaluation.every={steps: 50}" --set evaluation.test=null --set task.context=32
+  measured gpt2-tinystories 3e-3 --set "training.length={steps: 50}" --set "evaluation.every={steps: 50}" --set evaluation.test=null --set task.context=32 \
+    --set "schedule.warmup={steps: 40}" --set data.limit_evaluation=200 --set data.limit_test=400
 }
 
 ablate() {  # recipe, folder, methods, settings: five seeds, one rate for all

@@ -48,7 +48,7 @@ def fails(wellcond):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """The folder of a comparison, and what the command printed; a pool of processes is test_worker_pool's."""
+    """The folder of a comparison, and what the command printed; pools of processes have tests/lab/test_pool.py."""
     folder, out, err = tmp_path_factory.mktemp("compared") / "digits", io.StringIO(), io.StringIO()
     arguments = ["compare", "--recipe", "digits", "-o", folder, "--jobs", 1, *CHANGES]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):

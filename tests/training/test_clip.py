@@ -230,6 +230,7 @@ def test_a_training_below_tau_is_the_same_bit_for_bit():
     assert same_state(clipped, plain.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_what_a_compiled_model_hides_is_reported(caplog):
     model = encoder()
     state = state_of(model)

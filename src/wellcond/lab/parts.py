@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from wellcond.errors import OptionError, RecipeError
-from wellcond.lab.data.base import Data, SourceConfig, resolve_config
+from wellcond.lab.data.base import Data, SourceConfig
+from wellcond.lab.data.own import ObjectConfig, held_data, source_of
 from wellcond.lab.load_recipe import load_recipe, merge, recipe_from
+from wellcond.lab.models.build import is_local_code
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import Interval
 from wellcond.lab.tasks.base import TaskContext
@@ -75,8 +77,9 @@ class OwnParts:
 
     @property
     def trusted(self) -> bool:
-        """Whether the user named the code of the model in this call."""
-        return bool(self.model)
+        """Whether the user named all code of model and data in this call."""
+        model = bool(self.model) or not is_local_code(self.recipe.model.name)
+        return model and (bool(self.data) or not self.recipe.data.local_code)
 
 
 def join_parts(
@@ -109,7 +112,8 @@ def join_parts(
         changes["model"] = {"name": model}
     if source is not None:
         changes["data"] = source.model_dump(mode="json", exclude_defaults=True) | {"source": source.source}
-    code = UserCode(files, models)
+    held = (source, held_data(source)) if isinstance(source, ObjectConfig) else None
+    code = UserCode(files, models, data=held)
     code.install()
     base: Path | None = None
     if isinstance(recipe, Recipe) and not changes and not settings:
@@ -120,7 +124,7 @@ def join_parts(
         made, base = load_recipe(str(recipe), scale=scale, overrides=settings, changes=changes)
     else:
         assert source is not None
-        kind = load_cached_data(source.model_dump_json(), None).kind
+        kind = load_cached_data(source.model_dump_json(), None, local_code=True).kind
         if kind not in OWN:
             raise RecipeError(f"expected images, texts or tokens without a recipe, found {kind}; give a recipe too")
         own = merge({"model": MODELS.get(kind, MODELS["text"]), **OWN[kind]}, {"data": changes["data"]})
@@ -131,24 +135,6 @@ def join_parts(
         made = fit_to_data(made, base, given, model, say)
     place = "" if source is None else word_for(data, source)
     return OwnParts(made, base, code, word, place, recipe is None)
-
-
-FILE_ENDINGS = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt")
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-
-
-def source_of(data: Any, **options: Any) -> SourceConfig:
-    """Settings of the source for what a user gives as data: a folder of images, a file, or an id of the hub."""
-    path = Path(str(data))
-    if path.is_dir():
-        settings: dict[str, Any] = {"source": "image_folder", "path": str(path.resolve())}
-    elif path.is_file():
-        settings = {"source": "files", "train": str(path.resolve()), "evaluation_fraction": 0.1}
-    elif path.suffix not in FILE_ENDINGS and HUB_ID.fullmatch(str(data)):
-        settings = {"source": "hub", "id": str(data)}
-    else:
-        raise OptionError(f"--data: no such file or folder: {data}, and it is no id of the hub such as uoft-cs/cifar10")
-    return resolve_config(settings | options)
 
 
 def word_for(data: Any, source: SourceConfig) -> str:
@@ -172,7 +158,7 @@ def fit_to_data(recipe: Recipe, base: Path | None, given: set[str], model: Any, 
 
     Fields that the user has `given` stay; `say` gets a line for every change.
     """
-    data = load_cached_data(recipe.data.model_dump_json(), base)
+    data = load_cached_data(recipe.data.model_dump_json(), base, local_code=True)
     changes: dict[str, Any] = {}
     if recipe.evaluation.test is not None and "test" not in TaskContext(data, seed=0).splits:
         say("note: evaluation.test=null, since the data have no test split; results are on the evaluation set")
@@ -180,7 +166,7 @@ def fit_to_data(recipe: Recipe, base: Path | None, given: set[str], model: Any, 
     if data.kind == "image" and not {"task", "task.image_size"} & given:
         changes["task"] = recipe.task.model_copy(update={"image_size": choose_size(recipe, data, model, say)})
     recipe = recipe.model_copy(update=changes)
-    count = len(prepare_task(recipe, seed=recipe.seeds[0], base=base).train)
+    count = len(prepare_task(recipe, seed=recipe.seeds[0], base=base, local_code=True).train)
     training, parts = recipe.training, recipe.training.accumulate * int(os.environ.get("WORLD_SIZE", "1"))
     fitting = count // parts * parts
     if training.batch_size > count and fitting:
@@ -220,6 +206,8 @@ def choose_size(recipe: Recipe, data: Data, model: Any, say: Callable[[str], Any
     """Side of the images: their own, rounded up to what patches divide (16), up to what the model is made for."""
     first = data.train[0]["image"]
     sides = tuple(first.shape[-2:]) if isinstance(first, torch.Tensor) else first.size
+    if isinstance(first, torch.Tensor) and first.is_floating_point():  # normalised already, and never resized
+        return int(sides[0])
     most = None if model is None else native_size(model, recipe.model.arguments)
     if most is None:
         most = LARGEST_SIDE if recipe.scale == "tiny" else max(sides)

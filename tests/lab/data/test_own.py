@@ -1,5 +1,6 @@
 """Data that a user has in Python: datasets of torch and of Hugging Face, functions in a file, folders."""
 
+import json
 import random
 
 import numpy as np
@@ -220,10 +221,30 @@ def test_sources_of_what_a_user_names(tmp_path, png, monkeypatch):
     assert source_of({"source": "digits"}).source == "digits"
     assert source_of(f"{tmp_path}/mine.py:make").local_code == f"{tmp_path}/mine.py:make"
     assert source_of(Photos(), name="mine").name == "mine"
-    with pytest.raises(DataError, match="no such data"):
+    with pytest.raises(DataError, match="no such file or folder"):
         source_of(tmp_path / "nowhere")
 
 
 def test_records_name_the_same_fingerprint_for_equal_objects():
     first, second = (fingerprint(held(Photos())) for _ in range(2))
     assert first == second != fingerprint(held(Photos(((20, 21),) * 24)))
+
+
+SHORT = ("training.length={steps: 2}", "training.batch_size=4", "evaluation.every={steps: 2}")
+
+
+def test_a_comparison_takes_a_dataset_and_a_function(tmp_path, monkeypatch):
+    from wellcond.lab import compare
+
+    monkeypatch.chdir(tmp_path)
+    changes = [*SHORT, "model.arguments={patch_size: 4, embed_dim: 8, depth: 1, num_heads: 2}"]
+    options = {"methods": "default,gaussian", "seeds": 1, "settings": changes, "at_once": 1, "cpu": True}
+    result = compare(data=Photos(), **options)
+    written = json.loads(next(tmp_path.glob("runs/*photos*/gaussian/seed0/run.json")).read_text())
+    assert result.complete and written["status"] == "finished"
+    assert (written["config"]["data"]["source"], written["config"]["task"]["image_size"]) == ("object", 32)
+    before = next(tmp_path.glob("runs/*photos*/gaussian/seed0/run.json")).stat().st_mtime_ns
+    compare(data=Photos(), **options)  # another object of the same content: nothing is repeated
+    assert next(tmp_path.glob("runs/*photos*/gaussian/seed0/run.json")).stat().st_mtime_ns == before
+    (tmp_path / "mine.py").write_text(FACTORY)
+    assert compare(data=f"{tmp_path}/mine.py:make", **options).complete

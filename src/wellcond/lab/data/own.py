@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib.util
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,10 +117,10 @@ def source_of(data: Any, *, name: str | None = None, **options: Any) -> SourceCo
     if HUB_ID.fullmatch(text) and (suffix_of(path) not in BUILDERS or find_in_mirror(text)):
         return resolve_config({"source": "hub", "id": text, **options})
     raise DataError(
-        f"{text}: there are no such data.",
+        f"no such file or folder: {text}",
         expected="a folder, a file, file.py:function, an id of the Hugging Face hub such as uoft-cs/cifar10, or a "
         "Dataset of torch or of `datasets`",
-        found="no file or folder of this name",
+        found=f"{type(data).__name__} {text!r}",
     )
 
 
@@ -187,9 +188,10 @@ def load_factory(config: FactoryConfig, base: Path) -> Data:
     file, _, function = config.factory.rpartition(":")
     path = (base / Path(file).expanduser()).absolute()
     try:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        spec = importlib.util.spec_from_file_location(f"wellcond_user_{path.stem}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[module.__name__] = module  # where classes are looked up that a worker process unpickles
         spec.loader.exec_module(module)
         made = getattr(module, function)(**config.arguments)
     except Exception as error:  # the user's code

@@ -11,7 +11,7 @@ from torch import nn
 from lab.data.helpers import write_parquet
 from lab.helpers import bundle, make_recipe, texts, tiny_gpt2
 from lab.small import Killed, kill_at_write, record, run, train_command
-from lab.tasks.test_tasks import make_task
+from lab.tasks.test_base import make_task
 from wellcond.errors import RunError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.records import seal

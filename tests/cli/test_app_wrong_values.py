@@ -38,6 +38,7 @@ CALLS = {
         {"model": MODEL},
         ["--layers", "0", "--heads", "0", "-o", "m.json", "--html", "m.html", "--force", "--model-arg", "img_size=32"],
     ),
+    "selftest": ({}, ["--device", "cpu", "--only", "bfloat16", "-o", "selftest.json", "--force"]),
     "train": ({"recipe": "digits"}, [*SMALL, "-o", "run", "--cpu", "-q"]),
     "compare": ({}, ["--recipe", "digits", *SMALL, "--no-report", "-o", "compared", "--cpu"]),
     "demo": ({}, []),
@@ -49,8 +50,6 @@ CALLS = {
     "pack": ({"folder": "whole"}, ["-o", "packed"]),
 }
 FEW = ("nan", "-1", "1" + "0" * 30)
-ALL = ("", " ", "abc", "inf", "0", "1.5", "1e300", "1000000000", "é" * 300, ",", "=", "x=", "=1", "0,0", "{", "[red]",
-       "/proc/x", "file", "a\nb", "²", "../..")  # fmt: skip
 
 
 COMMANDS = typer.main.get_command(load_app()).commands
@@ -119,15 +118,7 @@ def test_a_wrong_option_is_a_message(check, option):
         check(*arguments_with(*option, value))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("option", PARAMETERS, ids="-".join)
-def test_every_wrong_option_is_a_message(check, option):
-    for value in ALL:
-        check(*arguments_with(*option, value))
-
-
-WRONG = ["abc", "", -1, 0, 1.5, float("nan"), float("inf"), 1e300, 10**9, 10**18, 10**400, True, None, [], {}, [1],
-         {"a": 1}, [[]], {1: 2}, [float("nan")], "\0", "é" * 5000]  # fmt: skip
+WRONG = ["abc", -1, float("nan"), 10**400, True, None, {}, [[]]]
 
 
 def fields_of(settings, path=()):
