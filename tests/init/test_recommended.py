@@ -12,7 +12,8 @@ from wellcond.init import recommended
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", DOCS / "index.md", DOCS / "start.md", *sorted((DOCS / "training").glob("*.md"))]
+STARTS = [ROOT / "README.md", DOCS / "index.md", DOCS / "start.md"]
+PAGES = [*STARTS, *sorted((DOCS / "training").glob("*.md"))]
 TABLES = [ROOT / "README.md", DOCS / "methods" / "calibrated.md"]
 CALL = re.compile(
     r"""init_\(\s*\w+,\s*["'](\w+)["']|\binit=["'](\w+)["']|\binit=\{\s*["']method["']:\s*["'](\w+)["']"""
@@ -28,8 +29,9 @@ def initialisations(text):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_page_initialises_a_model_from_scratch_by_the_recommendation(path):
-    found = list(initialisations(path.read_text("utf-8")))
-    assert recommended.METHOD in {method for method, _ in found}
+    text = path.read_text("utf-8")
+    found = list(initialisations(text))
+    assert recommended.METHOD in {method for method, _ in found} or (path not in STARTS and not found)
     for method, paragraph in found:
         without_tokens = method == recommended.WITHOUT_TOKENS and "Swin" in paragraph and "XCiT" in paragraph
         assert method == recommended.METHOD or without_tokens, paragraph
