@@ -24,7 +24,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import wellcond as wc
-from wellcond.attention.effective import corrections_of, remove_conditioning
+from wellcond.attention.slot import corrections_of, remove_conditioning
 from wellcond.conditioning.corrections import FollowingCorrection, straight_through
 from wellcond.integrations.transformers import WellcondCallback
 

@@ -7,20 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"errors", "arguments", "files", "version", "private", "pages", "registry"}
+BASE = {"errors", "arguments", "files", "version", "private", "pages"}
 CORE = BASE | {"linalg", "attention", "init", "conditioning", "theory", "jacobian", "measurement", "doctor", "training"}
 ALLOWED = {
     "errors": set(),
-    "arguments": set(),
+    "arguments": {"errors"},
     "files": set(),
     "version": set(),
     "private": set(),
     "pages": {"errors"},
-    "registry": {"errors"},
     "linalg": BASE,
     "attention": BASE | {"linalg"},
     "init": BASE | {"linalg", "attention"},
@@ -191,7 +191,7 @@ import torch
 import wellcond as wc
 import wellcond.lab
 from wellcond.lab.models.build import build_model
-from wellcond.conditioning.weights import load_weights, read_state_dict, save_weights
+from wellcond.conditioning.checkpoint import load_weights, read_state_dict, save_weights
 
 torch.manual_seed(0)
 model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
@@ -253,6 +253,41 @@ def test_a_missing_extra_names_its_install_line():
     for extra, count in (("vision", 1), ("text", 1), ("train", 1)):
         assert done.stdout.count(f"pip install 'wellcond[{extra}]'") == count
     assert done.returncode == 1 and "pip install 'wellcond[cli]'" in done.stderr
+
+
+def walked(call):
+    """Files of wellcond whose code runs in a call; importing them does not count."""
+    files, before = set(), sys.getprofile()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(SRC)) and frame.f_code.co_name != "<module>":
+            files.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return sorted(files)
+
+
+def test_initialising_and_conditioning_walk_through_few_files():
+    """A reader who follows `init_`, or `condition_`, a forward and `fold_`, opens this many files."""
+    timm = pytest.importorskip("timm")
+    model, images = timm.create_model("test_vit"), torch.randn(1, 3, 160, 160)
+
+    def condition():
+        wellcond.condition_(model, "balanced")
+        model(images)
+        wellcond.fold_(model)
+
+    def initialise():
+        wellcond.init_(model, "conditioned")
+
+    for call, most in ((initialise, 13), (condition, 16)):
+        call()  # what is imported or computed once
+        files = walked(call)
+        assert len(files) <= most, files
 
 
 TESTS = Path(__file__).parent

@@ -84,7 +84,7 @@ with opened_atomically(Path(sys.argv[1])) as file:
 SAVER = """
 import sys, torch
 from pathlib import Path
-from wellcond.conditioning.weights import save_weights
+from wellcond.conditioning.checkpoint import save_weights
 class Held(torch.nn.Linear):
     def state_dict(self, *arguments, **options):
         print("writing", flush=True)

@@ -28,11 +28,10 @@ from wellcond.errors import (
 from wellcond.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from wellcond.attention.effective import conditioning_of
     from wellcond.attention.find import find_attention, register_adapter
     from wellcond.attention.layout import fused_site, query_and_kv_site, separate_site
     from wellcond.attention.site import AttentionSite
-    from wellcond.attention.slot import Slot
+    from wellcond.attention.slot import Slot, conditioning_of
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
     from wellcond.conditioning.methods import Correction, register_condition
     from wellcond.doctor.diagnose import diagnose
@@ -118,10 +117,9 @@ __all__ = [
 # Imported when first used, since torch takes seconds: `wellcond --help` and mistyped commands do not need it.
 _LAZY = {
     "attention.layout": ("fused_site", "query_and_kv_site", "separate_site"),
-    "attention.effective": ("conditioning_of",),
     "attention.find": ("find_attention", "register_adapter"),
     "attention.site": ("AttentionSite",),
-    "attention.slot": ("Slot",),
+    "attention.slot": ("Slot", "conditioning_of"),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
     "conditioning.methods": ("Correction", "register_condition"),
     "doctor.diagnose": ("diagnose",),

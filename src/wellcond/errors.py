@@ -286,13 +286,3 @@ class CheckpointWarning(UserWarning):
 def _some(names: Sequence[str], limit: int = 40) -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) or "none") + rest
-
-
-def check_choice(what: str, got: object, choices: Sequence[object]) -> None:
-    """Raise `UnknownChoiceError` unless `got` is one of `choices`."""
-    try:
-        known = got in choices
-    except (RuntimeError, ValueError):  # tensors and arrays compare entry by entry
-        known = False
-    if not known:
-        raise UnknownChoiceError(what, got, choices)

@@ -14,7 +14,8 @@ from typing import Literal, TypeVar, get_args
 
 import torch
 
-from wellcond.errors import HypothesisError, check_choice
+from wellcond.arguments import check_choice
+from wellcond.errors import HypothesisError
 from wellcond.jacobian.diagnosis import (
     SurrogateFactors,
     lower_parts,

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import wellcond as wc
 from conditioning.test_corrections import IDS, METHODS, corrections, every_storage, vit
 from models import XTransformersAttention, stack
-from wellcond.attention.effective import effective_weight
+from wellcond.attention.slot import effective_weight
 from wellcond.conditioning.corrections import FollowingCorrection
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))

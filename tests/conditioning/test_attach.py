@@ -14,7 +14,7 @@ import wellcond as wc
 from conditioning.test_attach_step import gpt2
 from conditioning.test_corrections import vit
 from models import NanoGPTAttention, XTransformersAttention, stack
-from wellcond.attention.effective import effective_weight
+from wellcond.attention.slot import effective_weight
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 METHODS = [("identity", {"lam": 0.5}), ("polar", {}), ("balanced", {})]

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2Model
 
 import wellcond as wc
 from models import NanoGPTAttention, XTransformersAttention, stack
-from wellcond.attention.effective import corrections_of, effective_weight
+from wellcond.attention.slot import corrections_of, effective_weight
 from wellcond.linalg.orthogonal import polar
 from wellcond.linalg.spectrum import spectra
 

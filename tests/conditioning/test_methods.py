@@ -11,9 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import wellcond as wc
 from conditioning.test_corrections import effective, vit
+from wellcond.arguments import CORRECTIONS
 from wellcond.conditioning import methods
 from wellcond.linalg.spectrum import spectra
-from wellcond.registry import CORRECTIONS
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import wellcond as wc
 from attention.modern import PerHead, Stack
 from distributed.processes import run_on_two
-from wellcond.attention.effective import corrections_of
+from wellcond.attention.slot import corrections_of
 
 pytestmark = pytest.mark.processes
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import wellcond as wc
 from lab.small import small_job, stop_after
-from wellcond.conditioning.weights import read_state_dict
+from wellcond.conditioning.checkpoint import read_state_dict
 from wellcond.errors import ModelSpecError, RunError, WeightError
 from wellcond.lab.models.build import build_model
 from wellcond.lab.train.checkpoint import read_checkpoint, read_tensors, save_checkpoint

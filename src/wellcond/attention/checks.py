@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_model, describe
+from wellcond.arguments import check_choice, check_model, describe
 from wellcond.attention.find import Scan, refuse_adapters, scan_attention
 from wellcond.attention.sharding import is_distributed, reshard_, to_local
 from wellcond.attention.site import AttentionSite, closest_paths, path_matches
 from wellcond.attention.slot import Slot, stored_parameter
-from wellcond.errors import ConditioningError, SiteNotFoundError, WeightError, check_choice
+from wellcond.errors import ConditioningError, SiteNotFoundError, WeightError
 from wellcond.private import is_wrapper_subclass
 
 LOGGER = logging.getLogger("wellcond")

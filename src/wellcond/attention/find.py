@@ -7,6 +7,7 @@ order rows are read. Those of wellcond itself are proven by contract tests, othe
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from wellcond.arguments import check_flag, check_model
+from wellcond.attention import names
 from wellcond.attention.families import Adapter, known_classes, table_of
+from wellcond.attention.layout import holds_projections_only
 from wellcond.attention.readings import list_readings
 from wellcond.attention.site import AttentionSite, ModuleContext, Sites
 from wellcond.attention.structure import choose_reading, judge_declared
@@ -150,7 +153,7 @@ def scan_attention(model: nn.Module) -> Scan:
             if registered is not None:
                 found = [_described(place, registered)]
             else:
-                readings = list_readings(place)
+                readings = list_readings(place) if _may_be_attention(module) else []
                 found = choose_reading(place, readings) if readings else []
         except UnsupportedLayoutError as refusal:
             refusals.append(refusal)
@@ -163,6 +166,15 @@ def scan_attention(model: nn.Module) -> Scan:
             if site is not None:
                 sites.append(_with_added_facts(_with_kind_of_base(place, site)))
     return Scan(model, sites, refusals)
+
+
+def _may_be_attention(module: nn.Module) -> bool:
+    """Whether a module, or a part of it, has a projection by one of the usual names; cheap, for every module."""
+    for part in (module, *filter(holds_projections_only, module.children())):
+        own = itertools.chain(part.named_children(), part.named_parameters(recurse=False))
+        if any(name in names.FIRST for name, _ in own):
+            return True
+    return False
 
 
 def _described(place: ModuleContext, registered: str) -> AttentionSite | None:

@@ -15,10 +15,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_int, describe
+from wellcond.arguments import check_choice, check_int, describe
+from wellcond.attention import names
 from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.attention.slot import Slot
-from wellcond.errors import WeightError, check_choice
+from wellcond.errors import WeightError
 
 Arrangement = Literal["blocks", "groups"]
 Role = Literal["q", "k", "v"]
@@ -132,6 +133,27 @@ def is_projection(module: object) -> bool:
     weight = getattr(module, "weight", None)
     is_linear_like = isinstance(module, nn.Linear) or is_conv1d(module) or hasattr(module, "in_features")
     return is_linear_like and isinstance(weight, Tensor) and weight.dim() == 2
+
+
+def find_output(module: nn.Module) -> str | None:
+    """Path of the output projection, by its usual names; inside a Sequential, its first projection."""
+    for name in names.OUTPUT:
+        child = getattr(module, name, None)
+        if is_projection(child):
+            return name
+        if isinstance(child, (nn.Sequential, nn.ModuleList)):
+            number = next((number for number, part in enumerate(child) if is_projection(part)), None)
+            if number is not None:
+                return f"{name}.{number}"
+    return None
+
+
+def holds_projections_only(part: nn.Module) -> bool:
+    """Whether a part of a module is no attention by itself and has nothing but projections."""
+    children = list(part.children())
+    if not children or not all(is_projection(child) for child in children):
+        return False
+    return find_output(part) is None and not any(hasattr(part, name) for name in names.HEADS)
 
 
 def out_features(projection: nn.Module) -> int:

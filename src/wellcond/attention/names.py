@@ -41,6 +41,10 @@ ADDED = (("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out")
 STACKS = tuple("qkvo_w qkvo w_qkvo qkvo_weight attn_w qkvo_bank qkv_bank attn_bank".split())
 """A parameter that holds queries, keys, values and, as a rule, the output projection."""
 
+PROJECTIONS = (*SEPARATE, *QUERY_AND_FUSED, *((name,) for name in FUSED))
+FIRST = {*(wanted[0] for wanted in PROJECTIONS), *STACKS}
+"""A module that is read by names has one of these."""
+
 OUTPUT = tuple(
     """
     o_proj out_proj proj c_proj to_out out out_lin wo Wo w_o W_o W_O dense o output projection projection_layer fc_out

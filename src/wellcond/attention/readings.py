@@ -29,9 +29,6 @@ BUILDERS: dict[int, tuple[Callable[..., AttentionSite], list[dict[str, str]]]] =
 }
 """By the number of projections: the builder that reads them, and its options."""
 COUNTS = {"num_heads": names.HEADS, "num_kv_heads": names.KV_HEADS, "head_dim": names.HEAD_DIM}
-PROJECTIONS = (*names.SEPARATE, *names.QUERY_AND_FUSED, *((name,) for name in names.FUSED))
-FIRST_NAMES = {*(wanted[0] for wanted in PROJECTIONS), *names.STACKS}
-"""Every reading needs one of these."""
 
 
 @dataclass(frozen=True)
@@ -65,22 +62,11 @@ class Reading:
         )
 
 
-def _may_be_attention(module: nn.Module) -> bool:
-    """Whether a module, or a part of it, has a projection by one of the usual names; cheap, for every module."""
-    for part in (module, *module.children()):
-        own = itertools.chain(part.named_children(), part.named_parameters(recurse=False))
-        if any(name in FIRST_NAMES for name, _ in own):
-            return True
-    return False
-
-
 def list_readings(place: ModuleContext) -> list[Reading]:
     """Every reading of a module's projections that names and shapes allow; empty if it is no attention.
 
     Raises: UnsupportedLayoutError if rows do not fit the head count that the module declares.
     """
-    if not _may_be_attention(place.module):
-        return []
     found = list(_module_readings(place)) or list(_parameter_readings(place))
     fitting = [reading for reading in found if isinstance(reading, Reading)]
     if found and not fitting:
@@ -98,11 +84,11 @@ def _fitting(build: Callable[..., Reading], *arguments: Any) -> Reading | Unsupp
 
 def _module_readings(place: ModuleContext) -> Iterator[Reading | UnsupportedLayoutError]:
     """Readings of projections that are modules, of this module or of one part of it that holds nothing else."""
-    output = find_output(place.module)
+    output = layout.find_output(place.module)
     parts_too = [] if output is None else list(place.module.named_children())  # such as torchtitan's qkv_linear
-    for path in ("", *(name for name, part in parts_too if _holds_projections_only(part))):
+    for path in ("", *(name for name, part in parts_too if layout.holds_projections_only(part))):
         children = dict(place.module.get_submodule(path).named_children())
-        wanted = (one for one in PROJECTIONS if all(layout.is_projection(children.get(name)) for name in one))
+        wanted = (one for one in names.PROJECTIONS if all(layout.is_projection(children.get(name)) for name in one))
         found = next(wanted, None)
         if found is None:
             continue
@@ -114,12 +100,6 @@ def _module_readings(place: ModuleContext) -> Iterator[Reading | UnsupportedLayo
             if isinstance(reading, Reading) and 1 < reading.streams[0].num_kv_heads < reading.streams[0].num_heads:
                 yield _strided(reading)
         return
-
-
-def _holds_projections_only(part: nn.Module) -> bool:
-    children = list(part.children())
-    is_attention = find_output(part) is not None or any(hasattr(part, name) for name in names.HEADS)
-    return bool(children) and not is_attention and all(layout.is_projection(child) for child in children)
 
 
 def build_reading(
@@ -179,19 +159,6 @@ def _head_counts(place: ModuleContext, path: str, parts: Sequence[str]) -> Itera
     for number in range(1, width // 4 + 1):
         if width % number == 0 and width // number <= 256:
             yield {"num_heads": number}
-
-
-def find_output(module: nn.Module) -> str | None:
-    """Path of the output projection, by its usual names; inside a Sequential, its first projection."""
-    for name in names.OUTPUT:
-        child = getattr(module, name, None)
-        if layout.is_projection(child):
-            return name
-        if isinstance(child, (nn.Sequential, nn.ModuleList)):
-            number = next((number for number, part in enumerate(child) if layout.is_projection(part)), None)
-            if number is not None:
-                return f"{name}.{number}"
-    return None
 
 
 def first_int(place: ModuleContext, wanted: Iterable[str]) -> int | None:
@@ -327,7 +294,7 @@ def _slot_text(path: str, slot: Slot) -> str:
 
 
 def _module_output(place: ModuleContext, q: Slot) -> Slot | None:
-    output = find_output(place.module)
+    output = layout.find_output(place.module)
     module = None if output is None else place.module.get_submodule(output)
     return layout.output_slot(place, module, q.num_heads, q.head_dim)
 

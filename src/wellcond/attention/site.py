@@ -10,9 +10,9 @@ from typing import Any, Literal, NoReturn, SupportsIndex, get_args, overload
 
 from torch import nn
 
-from wellcond.arguments import check_flag, check_number, describe
+from wellcond.arguments import check_choice, check_flag, check_number, describe
 from wellcond.attention.slot import Slot, stored_parameter
-from wellcond.errors import SiteNotFoundError, UnsupportedLayoutError, check_choice
+from wellcond.errors import SiteNotFoundError, UnsupportedLayoutError
 
 Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]
 Normaliser = Literal["layer", "rms", "l2", "other"]

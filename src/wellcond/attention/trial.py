@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention import names
-from wellcond.attention.effective import remove_conditioning
 from wellcond.attention.evaluation import copy_argument, gathered, not_compiled, plain_copy, run, tensors_in
 from wellcond.attention.site import AttentionSite, ModuleContext
+from wellcond.attention.slot import remove_conditioning
 
 FEATURE = 0
 """The feature that is zero in all tokens but one."""

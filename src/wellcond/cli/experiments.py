@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from wellcond.arguments import check_choice
 from wellcond.cli import app as cli
 from wellcond.cli.console import echo_json, print_tables
-from wellcond.errors import WellcondError, check_choice
+from wellcond.errors import WellcondError
 from wellcond.files import to_json
 from wellcond.lab.models.build import check_model
 from wellcond.lab.report.table import Cell, Table

@@ -16,9 +16,10 @@ from rich.markup import escape
 from rich.progress import track
 from typer import Argument, Option
 
+from wellcond.arguments import check_choice
 from wellcond.cli import app as cli
 from wellcond.cli.console import echo, echo_json, make_console, print_table
-from wellcond.errors import AttentionNotFoundError, ModelSpecError, WeightError, check_choice
+from wellcond.errors import AttentionNotFoundError, ModelSpecError, WeightError
 from wellcond.files import to_json
 from wellcond.init import recommended
 from wellcond.lab.models.build import build_model, check_model, is_local_code, parse_values
@@ -60,8 +61,8 @@ def inspect(
     built = _build(model, model_arg, weights, seed)
     import torch
 
-    from wellcond.attention.effective import conditioning_of
     from wellcond.attention.find import scan_attention
+    from wellcond.attention.slot import conditioning_of
     from wellcond.measurement.records import describe_model
 
     scan = scan_attention(built)
@@ -206,7 +207,7 @@ def init(
 
     from wellcond.attention.find import find_attention
     from wellcond.cli.inputs import make_batch
-    from wellcond.conditioning.weights import save_weights
+    from wellcond.conditioning.checkpoint import save_weights
     from wellcond.init.apply import init_
 
     batch = {} if input is None else {"batch": make_batch(built, input, samples=32, seed=seed)[0]}
@@ -231,9 +232,9 @@ def fold(
     """Fold the correction of a conditioned checkpoint into its weights, and write a plain checkpoint."""
     cli.check_outputs(output, force=force, suffix=".safetensors")
     built = cli.build_loaded(model, model_arg, weights, 0, averaged=ema)
-    from wellcond.attention.effective import conditioning_of
+    from wellcond.attention.slot import conditioning_of
     from wellcond.conditioning.apply import fold_
-    from wellcond.conditioning.weights import save_weights
+    from wellcond.conditioning.checkpoint import save_weights
 
     settings = conditioning_of(built)
     if settings is None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from rich.progress import track
 from typer import Option
 
+from wellcond.arguments import check_choice
 from wellcond.cli import app as cli
 from wellcond.cli.console import echo, echo_json, make_console
-from wellcond.errors import WellcondError, check_choice
+from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
 from wellcond.jacobian.problem import Convention
 

@@ -10,9 +10,10 @@ import typer
 from rich.markup import escape
 from typer import Argument, Option
 
+from wellcond.arguments import check_choice
 from wellcond.cli import app as cli
 from wellcond.cli.console import echo, echo_json, make_console, print_table, print_tables
-from wellcond.errors import WellcondError, check_choice
+from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from wellcond.attention.checks import (
     choose_sites,
     log_change,
 )
-from wellcond.attention.effective import corrections_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import (
     any_rank,
@@ -37,9 +36,9 @@ from wellcond.attention.sharding import (
     update_buffers,
 )
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.slot import Slot
+from wellcond.attention.slot import Slot, corrections_of, roots_in
 from wellcond.conditioning.attach import Attachment, attach, detach, readers_in
-from wellcond.conditioning.checkpoint import MARKER, make_marker, mark, read_settings, roots_in, unmark
+from wellcond.conditioning.checkpoint import MARKER, read_settings
 from wellcond.conditioning.corrections import rows_of
 from wellcond.conditioning.methods import Correction, make_method
 from wellcond.errors import ConditioningError, NumericalWarning, WeightError
@@ -142,8 +141,7 @@ def _condition_(
         attachments.append((owner, name, stored))
     names = [site.name for site in sites]
     settings = {"method": correction.name, **(correction.settings or {}), "projections": projections, "sites": names}
-    attach(model, attachments, _readers(model, sites))
-    mark(model, settings, make_marker(settings))
+    attach(model, attachments, _readers(model, sites), settings)
     return [owner.get_parameter(name) for owner, name, _ in attachments]
 
 
@@ -278,8 +276,6 @@ def _fold_(model: nn.Module, *, for_now: bool = False) -> Callable[[], None]:
             for _, root, settings in roots_in(model)
         ]
         attached = _attached(model, rollback)
-        for _, root, _ in roots_in(model):
-            unmark(root)
         detach(model)
         for part in attached:
             _write_effective_(part, for_now)
@@ -297,8 +293,7 @@ def _fold_(model: nn.Module, *, for_now: bool = False) -> Callable[[], None]:
             for part in attached:
                 _put_back_(part)
             for root, settings, marker, attachments, readers in roots:
-                attach(root, attachments, readers)
-                mark(root, settings, marker)
+                attach(root, attachments, readers, settings, marker)
             update_buffers(model)
         except BaseException:
             rollback.restore()

@@ -22,9 +22,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, MethodType
 from typing import Any
@@ -35,22 +36,25 @@ from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from wellcond.attention.effective import (
+from wellcond.attention.sharding import is_distributed
+from wellcond.attention.slot import (
     CORRECTIONS_ATTRIBUTE,
     PLAIN_CLASS_ATTRIBUTE,
     SCOPE_ATTRIBUTE,
+    SETTINGS_ATTRIBUTE,
     InstanceOverride,
     corrections_of,
     is_conditioned,
     remove_conditioning,
+    settings_of,
 )
-from wellcond.attention.sharding import is_distributed
-from wellcond.conditioning.checkpoint import resume_in_trainer, save_pretrained
+from wellcond.conditioning.checkpoint import MARKER, check_incoming, resume_in_trainer, save_pretrained
 from wellcond.conditioning.corrections import FOLD_FIRST, StoredCorrection, straight_through
 from wellcond.errors import ConditioningError
 from wellcond.private import in_backward, is_sharded_by_fsdp, is_symbolic_tracing
 
 Attachment = tuple[nn.Module, str, StoredCorrection]
+HOOK_ATTRIBUTE = "_wellcond_load_hook"
 
 
 @dataclass
@@ -222,13 +226,26 @@ class EffectiveSave(InstanceOverride):
         return save_pretrained(self.model, *args, **kwargs)
 
 
-def attach(model: nn.Module, attachments: Iterable[Attachment], readers: Iterable[nn.Module]) -> None:
-    """Let forward passes of `model` read effective weights.
+def make_marker(settings: Mapping[str, Any]) -> Tensor:
+    """The value of the marker: characters as floating point numbers, which survive averages over state dicts (EMA)."""
+    return torch.tensor(list(json.dumps(settings, sort_keys=True).encode()), dtype=torch.float32)
+
+
+def attach(
+    model: nn.Module,
+    attachments: Iterable[Attachment],
+    readers: Iterable[nn.Module],
+    settings: dict[str, Any],
+    marker: Tensor | None = None,
+) -> None:
+    """Let forward passes of `model` read effective weights, and checkpoints say that its weights are raw.
 
     Args:
         model: what was conditioned as a whole.
         attachments: modules that own weights, the names of these, and their corrections.
         readers: other modules whose forward uses these weights.
+        settings: how it was conditioned.
+        marker: the buffer that says so in a checkpoint, if there was one.
     """
     attachments = list(attachments)
     reading = {id(module) for module in readers}
@@ -246,6 +263,10 @@ def attach(model: nn.Module, attachments: Iterable[Attachment], readers: Iterabl
         if id(module) in owners:
             vars(module)[SCOPE_ATTRIBUTE] = forward_pass
             module.__class__ = conditioned_class(type(module), tuple(sorted(corrections_of(module))))
+    model.register_buffer(MARKER, make_marker(settings) if marker is None else marker)
+    # The buffer is for checkpoints; somebody may spoil its value, so the settings here are what counts.
+    vars(model)[SETTINGS_ATTRIBUTE] = settings
+    vars(model)[HOOK_ATTRIBUTE] = model.register_load_state_dict_pre_hook(check_incoming)
 
 
 def readers_in(model: nn.Module) -> list[nn.Module]:
@@ -257,6 +278,9 @@ def readers_in(model: nn.Module) -> list[nn.Module]:
 def detach(model: nn.Module) -> None:
     """Undo every `attach` in a model; the stored parameters are not touched."""
     for module in model.modules():
+        if settings_of(module) is not None:
+            del module._buffers[MARKER], vars(module)[SETTINGS_ATTRIBUTE]
+            vars(module).pop(HOOK_ATTRIBUTE).remove()
         remove_conditioning(module)
 
 

@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from wellcond.arguments import CORRECTIONS as METHODS
+from wellcond.arguments import check_choice
 from wellcond.attention.blocks import POSITIONS
 from wellcond.attention.sharding import full_tensor
 from wellcond.attention.site import AttentionSite
@@ -24,10 +26,9 @@ from wellcond.conditioning.corrections import (
     FrozenCorrection,
     StoredCorrection,
 )
-from wellcond.errors import UnknownChoiceError, WeightError, check_choice
+from wellcond.errors import UnknownChoiceError, WeightError
 from wellcond.linalg.polar import mix_with_polar
 from wellcond.linalg.spectrum import spectra
-from wellcond.registry import CORRECTIONS as METHODS
 
 Layout = Literal["joint", "per_head"]
 Parts = Sequence[tuple[str, Slot]]

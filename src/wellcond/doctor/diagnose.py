@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from wellcond.arguments import check_batch, check_flag
 from wellcond.attention.blocks import Block
 from wellcond.attention.checks import Chosen, check_readable, choose_sites
-from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention, scan_attention
 from wellcond.attention.kernels import ADDED_FLOOR, is_masked
 from wellcond.attention.record import Field, ForwardRecord, SiteRecord, by_head, record, root_mean_square
 from wellcond.attention.sharding import full_tensor, to_local, unwrap
 from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import conditioning_of
 from wellcond.conditioning.methods import per_projection
 from wellcond.doctor.records import MOST_TOKENS, THRESHOLDS, Diagnosis, LayerFacts, NotFinite, TokenFacts
 from wellcond.doctor.rules import judge

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_tensor, describe
+from wellcond.arguments import INITIALISATIONS as METHODS
+from wellcond.arguments import check_names, check_tensor, check_values, describe, options_of, with_defaults
 from wellcond.attention.checks import Chosen, Rollback, check_writable, choose_projections, choose_sites, log_change
 from wellcond.attention.sharding import (
     broadcast_from_rank_zero,
@@ -25,8 +26,6 @@ from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import EvidenceWarning, WeightError
 from wellcond.init import recommended
-from wellcond.registry import INITIALISATIONS as METHODS
-from wellcond.registry import check_names, check_values, options_of, with_defaults
 
 
 def init_(

@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from wellcond.arguments import PositiveFloat
 from wellcond.attention.blocks import block_matrices
 from wellcond.attention.evaluation import plain_copy
 from wellcond.attention.layout import is_conv1d
@@ -36,7 +37,6 @@ from wellcond.errors import UnsupportedLayoutError
 from wellcond.init.apply import InitContext, Write, head_write, register_init
 from wellcond.init.tokens import Position, embedding_layers, position_writes
 from wellcond.linalg.orthogonal import draw_normal
-from wellcond.registry import PositiveFloat
 
 Distribution = Literal["uniform", "normal"]
 FUNCTION_NAMES = ("_init_weights", "init_weight_vit")

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from wellcond.arguments import PositiveFloat
 from wellcond.attention.checks import Rollback
 from wellcond.attention.record import HOW_TO_SEE, Field, ForwardRecord, record, root_mean_square
 from wellcond.attention.sharding import broadcast_from_rank_zero, full_tensor, is_distributed, to_local
@@ -31,7 +32,6 @@ from wellcond.errors import WeightError
 from wellcond.init.apply import InitContext, Write, register_init
 from wellcond.init.tokens import Position, embedding_layers, embedding_spread, position_tables, position_writes
 from wellcond.linalg.orthogonal import draw_normal, random_semi_orthogonal
-from wellcond.registry import PositiveFloat
 
 Start = Literal["gaussian", "semi_orthogonal", "keep"]
 SCALES: tuple[Field, ...] = ("spread", "stream")

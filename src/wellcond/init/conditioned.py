@@ -19,13 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from wellcond.arguments import PositiveFloat
 from wellcond.attention.checks import choose_projections
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import OptionError, WeightError
 from wellcond.init.apply import InitContext, Write, head_write, register_init
 from wellcond.linalg.orthogonal import Source, draw_normal, identity_heads, random_semi_orthogonal
-from wellcond.registry import PositiveFloat
 
 Value = Literal["per_head", "joint", "orthogonal"]
 Heads = Literal["independent", "joint"]

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.effective import is_conditioned
 from wellcond.attention.find import find_attention, scan_attention
+from wellcond.attention.slot import is_conditioned
 from wellcond.errors import ConditioningError, UnsupportedLayoutError, WeightError
 from wellcond.init.apply import InitContext, Write, register_init
 

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from wellcond.arguments import CORRECTIONS, INITIALISATIONS
+from wellcond.attention.slot import settings_of
 from wellcond.conditioning.apply import condition_
-from wellcond.conditioning.checkpoint import settings_of
 from wellcond.conditioning.methods import make_method
 from wellcond.errors import UnknownChoiceError
 from wellcond.files import write_atomically
@@ -27,7 +28,6 @@ from wellcond.init.apply import check_options, init_, takes_batch
 from wellcond.measurement.budget import Name, TrackingOptions
 from wellcond.measurement.records import JACOBIAN_NUMBERS, geometric_mean
 from wellcond.measurement.tracker import ConditionTracker, TrackPoint
-from wellcond.registry import CORRECTIONS, INITIALISATIONS
 
 Choice = str | Mapping[str, Any]
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)

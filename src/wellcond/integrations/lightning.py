@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention.effective import is_conditioned
 from wellcond.attention.sharding import is_sharded, reshard_, unwrap
+from wellcond.attention.slot import is_conditioned
 from wellcond.conditioning.apply import folded
-from wellcond.conditioning.checkpoint import split_state
-from wellcond.conditioning.weights import save_weights
+from wellcond.conditioning.checkpoint import save_weights, split_state
 from wellcond.errors import CheckpointMismatchError, needs_extra
 from wellcond.integrations.common import (
     Choice,

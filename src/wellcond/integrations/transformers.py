@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 
 from wellcond.attention.checks import Rollback
-from wellcond.attention.effective import is_conditioned
 from wellcond.attention.sharding import gather_model, is_sharded, reshard_, unwrap
+from wellcond.attention.slot import is_conditioned
 from wellcond.conditioning.apply import folded, recondition_
 from wellcond.conditioning.checkpoint import (
     MARKER,

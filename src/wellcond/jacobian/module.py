@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from wellcond.attention.effective import corrections_of, effective_weight, remove_conditioning
 from wellcond.attention.evaluation import HOOKS, copy_argument, first_tensor, plain_kernels
 from wellcond.attention.layout import head_rows
 from wellcond.attention.record import ROLES, SiteRecord
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.slot import Slot
+from wellcond.attention.slot import Slot, corrections_of, effective_weight, remove_conditioning
 from wellcond.errors import CopyError, ReplayError, UnsupportedLayoutError, WeightError
 from wellcond.jacobian.capture import CapturedAttention, is_map, tolerance
 from wellcond.jacobian.operator import GramOperator, JacobianOperator, Side

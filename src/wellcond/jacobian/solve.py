@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wellcond.errors import MemoryLimitError, NotDefinedError, TooLongError, check_choice
+from wellcond.arguments import check_choice
+from wellcond.errors import MemoryLimitError, NotDefinedError, TooLongError
 from wellcond.jacobian import problem as limits
 from wellcond.jacobian.ends import factorise_, from_qr, from_triangle, least_singular_value, no_eigenvalue_below
 from wellcond.jacobian.operator import JacobianOperator

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from wellcond.arguments import check_biases, check_int, check_number, check_tensor
-from wellcond.errors import WeightError, check_choice
+from wellcond.arguments import check_biases, check_choice, check_int, check_number, check_tensor
+from wellcond.errors import WeightError
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.operator import JacobianOperator
 from wellcond.jacobian.problem import Convention, JacobianSpectrum

@@ -22,19 +22,19 @@ import torch
 from pydantic import AfterValidator, model_validator
 from torch import nn
 
+from wellcond.arguments import CORRECTIONS as CONDITIONS
+from wellcond.arguments import INITIALISATIONS as INITS
+from wellcond.arguments import check_choice, check_names, check_values
 from wellcond.attention.checks import choose_projections
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.apply import condition_
 from wellcond.conditioning.methods import make_method
-from wellcond.errors import EvidenceWarning, NumericalWarning, RecipeError, WellcondError, check_choice
+from wellcond.errors import EvidenceWarning, NumericalWarning, RecipeError, WellcondError
 from wellcond.init.apply import check_options, init_, takes_batch
 from wellcond.lab.models.changes import check_factors, scale_tokens_
 from wellcond.lab.settings import Settings, list_problems, plain_numbers, read_yaml
 from wellcond.lab.user_code import METHODS, apply_method, check_method
-from wellcond.registry import CORRECTIONS as CONDITIONS
-from wellcond.registry import INITIALISATIONS as INITS
-from wellcond.registry import check_names, check_values
 
 # Of these, the number of words tells the form: 1 a, 2 a+b, odd a(k=v, ...), even a+b(k=v, ...). So no two of them give
 # the same words; every other label gets a hash.

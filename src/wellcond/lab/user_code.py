@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from wellcond.arguments import CORRECTIONS, INITIALISATIONS, check_names, check_values
 from wellcond.errors import OptionError, RecipeError
-from wellcond.registry import CORRECTIONS, INITIALISATIONS, check_names, check_values
 
 MODELS: dict[str, Callable[..., Any]] = {}
 """Functions that return a model, by the name after ``python:`` in `model.name`."""

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from wellcond.errors import check_choice
+from wellcond.arguments import check_choice
 from wellcond.linalg.spectrum import has_float64
 
 Source = Literal["svd", "qr"]

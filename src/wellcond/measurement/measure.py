@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from wellcond.arguments import check_batch, check_ints, describe
 from wellcond.attention.checks import Chosen, check_readable, choose_sites
-from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import conditioning_of
 from wellcond.errors import TooLongError
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.diagnosis import (

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_flag, check_int
+from wellcond.arguments import check_choice, check_flag, check_int
 from wellcond.attention.sharding import unwrap
-from wellcond.errors import ReportError, WellcondError, check_choice, needs_extra
+from wellcond.errors import ReportError, WellcondError, needs_extra
 from wellcond.files import restore, to_json
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
 from wellcond.jacobian.problem import METHODS, Convention, JacobianSpectrum, union_condition_number

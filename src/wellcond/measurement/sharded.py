@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.effective import class_without_conditioning, corrections_of
 from wellcond.attention.evaluation import Arguments, plain_class, plain_copy
 from wellcond.attention.names import HEADS
 from wellcond.attention.record import NOT_CALLED, Field, record
 from wellcond.attention.sharding import full_tensor, is_distributed
 from wellcond.attention.site import AttentionSite
+from wellcond.attention.slot import class_without_conditioning, corrections_of
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
 from wellcond.measurement.records import NUMERICAL, LayerReport

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from wellcond.arguments import check_flag, check_mapping, check_number, describe
 from wellcond.attention.checks import Chosen, check_writable, choose_sites
-from wellcond.attention.effective import corrections_of
 from wellcond.attention.names import QK_NORM
 from wellcond.attention.sharding import full_tensor, is_distributed, reshard_, unwrap
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.slot import Slot
+from wellcond.attention.slot import Slot, corrections_of
 from wellcond.errors import ConditioningError, OptionError, UnsupportedLayoutError
 from wellcond.training.monitor import AttentionMonitor
 from wellcond.training.rows import RowFactors, after_step, as_optimizers, check_held, heads_of_bias, heads_of_weight

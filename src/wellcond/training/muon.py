@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_int, check_number, describe
+from wellcond.arguments import check_choice, check_int, check_number, describe
 from wellcond.attention.blocks import block_matrices
 from wellcond.attention.checks import Chosen, check_readable, choose_sites
 from wellcond.attention.sharding import (
@@ -28,7 +28,7 @@ from wellcond.attention.sharding import (
     unwrap,
 )
 from wellcond.attention.slot import Slot
-from wellcond.errors import OptionError, check_choice
+from wellcond.errors import OptionError
 from wellcond.training.rows import HeadView
 
 Heads = Literal["each", "pairs", "fused"]

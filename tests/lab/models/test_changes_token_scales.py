@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from lab.helpers import same_state, tiny_bert, tiny_gpt2, tiny_vit
-from wellcond.attention.effective import is_conditioned
+from wellcond.attention.slot import is_conditioned
 from wellcond.errors import RecipeError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model

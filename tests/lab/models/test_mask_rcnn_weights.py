@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 import wellcond as wc
 from lab.tasks.detection.coco_sets import write_set
 from lab.tasks.detection.small_detector import HEADS, SWIN, XCIT, detector, recipe
-from wellcond.conditioning.weights import read_state_dict
+from wellcond.conditioning.checkpoint import read_state_dict
 from wellcond.errors import MissingFileError, RecipeError, WeightError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings

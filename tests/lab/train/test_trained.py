@@ -10,7 +10,7 @@ from pydantic import ValidationError
 import wellcond
 from lab.helpers import same_state
 from lab.small import small_job
-from wellcond.conditioning.weights import load_weights
+from wellcond.conditioning.checkpoint import load_weights
 from wellcond.errors import RecipeError
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.models.build import build_model

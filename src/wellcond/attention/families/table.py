@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import nn
 
+from wellcond.arguments import check_choice
 from wellcond.attention import layout
 from wellcond.attention.families import Adapter
 from wellcond.attention.layout import FACTS
 from wellcond.attention.site import AttentionSite, ModuleContext
-from wellcond.errors import check_choice
 
 Rule = Callable[[ModuleContext], Any]
 ROOT = "head_dim ** -0.5"

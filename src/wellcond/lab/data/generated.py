@@ -16,7 +16,8 @@ import torch
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 from torch import Tensor
 
-from wellcond.errors import DataError, check_choice
+from wellcond.arguments import check_choice
+from wellcond.errors import DataError
 from wellcond.lab.data.base import Data, SourceConfig, TensorDataset, register_source, report_progress
 from wellcond.lab.data.disk import cached_folder, canonical_json
 from wellcond.lab.settings import Settings

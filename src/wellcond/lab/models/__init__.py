@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from wellcond.errors import MissingExtraError, ModelSpecError, check_choice, needs_extra
+from wellcond.arguments import check_choice
+from wellcond.errors import MissingExtraError, ModelSpecError, needs_extra
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from wellcond.errors import check_choice
+from wellcond.arguments import check_choice
 from wellcond.lab.settings import Scale, Settings, read_yaml
 
 SCALES: tuple[Scale, ...] = get_args(Scale)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from wellcond.attention.effective import is_conditioned
 from wellcond.attention.sharding import is_sharded, unwrap
+from wellcond.attention.slot import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.errors import RecipeError
 from wellcond.lab.data.base import Dataset

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wellcond.conditioning.weights import load_weights
+from wellcond.conditioning.checkpoint import load_weights
 from wellcond.errors import ModelSpecError, RecipeError, WellcondError, needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
 from wellcond.lab.methods import MethodSettings

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from wellcond.attention.checks import choose_projections
 from wellcond.attention.find import find_attention
 from wellcond.conditioning.apply import fold_, recondition_
-from wellcond.conditioning.checkpoint import MARKER
+from wellcond.conditioning.checkpoint import MARKER, conditioning_in, load_state, read_state_dict
 from wellcond.conditioning.methods import make_method
-from wellcond.conditioning.weights import conditioning_in, load_state, read_state_dict
 from wellcond.errors import NumericalWarning, RecipeError
 from wellcond.init.selection import exclusion
 from wellcond.lab.methods import MethodSettings

@@ -11,7 +11,7 @@ import torch
 from lab.data.helpers import write_csv
 from lab.small import assert_same_run, stop_after
 from lab.tasks.glue.helpers import edit_record, pretrain, write_glue
-from wellcond.conditioning.weights import load_weights
+from wellcond.conditioning.checkpoint import load_weights
 from wellcond.errors import DataError, RecipeError, RunError, WellcondError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.pool import run_jobs
