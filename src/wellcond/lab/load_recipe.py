@@ -45,6 +45,12 @@ def load_recipe(
     `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML; before them,
     parts of it are replaced by `changes`. What is wrong can often be seen before torch is imported.
     """
+    fields, base, where = read_fields(name_or_path, scale)
+    return recipe_from(fields, overrides, changes or {}, where), base
+
+
+def read_fields(name_or_path: str, scale: str | None = None) -> tuple[dict[str, Any], Path | None, str]:
+    """The fields of a recipe, the folder of its relative paths, and what messages call it; torch is not needed."""
     where, base = name_or_path, None
     if name_or_path.endswith((".yaml", ".yml")):
         base = Path(name_or_path).parent
@@ -68,7 +74,14 @@ def load_recipe(
     if base is not None and scale not in (None, fields.get("scale")):
         found = fields.get("scale")
         raise RecipeError(f"{where} is a recipe of scale {found!r}, not {scale!r}; leave out --scale")
-    return recipe_from(fields, overrides, changes or {}, where), base
+    return fields, base, where
+
+
+def check_text(name_or_path: str, scale: str | None, overrides: Sequence[str]) -> None:
+    """Raise RecipeError for what is wrong with a recipe's name, its scale or the text of its changes."""
+    fields, _, _ = read_fields(name_or_path, scale)
+    for override in overrides:
+        set_field(fields, override)
 
 
 def recipe_from(fields: dict[str, Any], overrides: Sequence[str], changes: Mapping[str, Any], where: str) -> Recipe:
