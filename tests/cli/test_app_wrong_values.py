@@ -39,6 +39,7 @@ CALLS = {
         {"model": MODEL},
         ["--layers", "0", "--heads", "0", "-o", "m.json", "--html", "m.html", "--force", "--model-arg", "img_size=32"],
     ),
+    "selftest": ({}, ["--device", "cpu", "--only", "bfloat16", "-o", "selftest.json", "--force"]),
     "train": ({"recipe": "digits"}, [*SMALL, "-o", "run", "--cpu", "-q"]),
     "compare": ({}, ["--recipe", "digits", *SMALL, "--no-report", "-o", "compared", "--cpu"]),
     "try": ({"model": "timm:vit_tiny_patch16_224"}, ["--data", "nowhere"]),  # refused, as one message

@@ -16,6 +16,7 @@ from wellcond.lab.train.run import run_job
 METHOD = "conditioned+balanced"
 
 
+@pytest.mark.slow
 def test_of_two_identical_commands_one_trains_and_the_other_says_so(tmp_path):
     folder, second = tmp_path / "run", []
 

@@ -26,8 +26,8 @@ for arguments in json.loads(sys.argv[1]):
     told.append((code, loaded, err.getvalue()))
 print(json.dumps(told))
 """
-COMMANDS = ("inspect", "doctor", "init", "fold", "measure", "train", "compare", "demo", "report", "recipes", "glue",
-            "reproduce", "claims")  # fmt: skip
+COMMANDS = ("inspect", "doctor", "init", "fold", "measure", "selftest", "train", "compare", "demo", "report", "recipes",
+            "glue", "reproduce", "claims")  # fmt: skip
 
 
 def told_by(*calls):

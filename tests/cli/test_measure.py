@@ -1,7 +1,5 @@
-import dataclasses
 import functools
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -14,7 +12,7 @@ from torch import nn
 
 import wellcond as wc
 from wellcond.cli.inputs import images_in, make_batch, what_it_reads
-from wellcond.cli.measure import read_numbers, summarise
+from wellcond.cli.measure import read_numbers
 from wellcond.errors import OptionError
 from wellcond.lab.data.images import load_digits
 
@@ -224,14 +222,6 @@ def test_text_models_read_random_ids_or_a_file(run, tmp_path):
     assert f"{expected}, found int64 (1, 32)" in run("hf:gpt2", *GPT2)[0]
 
 
-def test_heads_without_a_diagnosis_are_not_called_alive():
-    report = wc.measure(tiny(), load_digits()[0].inputs[:1], layers=[0], heads=[0])
-    [layer] = report.layers
-    unknown = dataclasses.replace(layer, heads=tuple(dataclasses.replace(h, diagnosis=None) for h in layer.heads))
-    said = summarise(dataclasses.replace(report, layers=(unknown,)))
-    assert said.endswith("dead heads: none; 1 heads are not plain softmax attention and could not be diagnosed")
-
-
 def test_encoder_decoders_get_both_inputs(run):
     from transformers import AutoConfig, AutoModel
 
@@ -311,37 +301,3 @@ def test_bad_options_say_what_to_do(run, file):
     assert "no attention was found" in run("timm:test_convnext")[0]
     with pytest.raises(OptionError):
         read_numbers("", "--layers")
-
-
-def test_missing_extras_name_their_install_line(tmp_path):
-    code = (
-        "import sys\n"
-        "for name in ('PIL', 'sklearn'): sys.modules[name] = None\n"
-        "from torch import nn\n"
-        "from wellcond.cli.inputs import make_batch\n"
-        "from wellcond.errors import MissingExtraError\n"
-        "model = nn.Module(); model.image_size = 8; model.conv_proj = nn.Conv2d(3, 4, 2)\n"
-        f"for source in ('digits', {str(tmp_path)!r}):\n"
-        "    try: make_batch(model, source, samples=1)\n"
-        "    except MissingExtraError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "wellcond[train]" in done.stdout and "wellcond[vision]" in done.stdout, done.stderr
-
-
-def test_layer_names_are_not_markup(run, tmp_path):
-    (tmp_path / "odd.py").write_text(
-        "import torch\n"
-        "class Net(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.add_module('[red]<b>', torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))\n"
-        "    def forward(self, x):\n"
-        "        return self._modules['[red]<b>'](x)\n"
-    )
-    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(1, 4, 8)))
-    html = tmp_path / "r.html"
-    code, out = run(f"{tmp_path / 'odd.py'}:Net", "--input", tmp_path / "x.npy", "--html", html)
-    assert code == 0 and "[red]<b>.self_attn" in out
-    page = html.read_text()
-    assert "[red]&lt;b&gt;.self_attn, head 1" in page and "<b>.self" not in page

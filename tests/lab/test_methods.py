@@ -129,16 +129,6 @@ def test_canonical_text_gives_the_same_method(init, condition, projections, site
     assert again.canonical() == method.canonical() == method.label
 
 
-def test_default_options_survive_beside_a_condition():
-    method = MethodSettings(init="default", init_options={"rule": "torch"}, condition="polar")
-    assert parse(method.canonical()).init_options == {"rule": "torch"}
-
-
-def test_equal_numbers_are_equal_settings():
-    dumps = [parse(text).model_dump_json(exclude={"label"}) for text in ("identity(lam=10)", "identity(lam=10.0)")]
-    assert dumps[0] == dumps[1]
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -203,30 +193,6 @@ LABELS = st.one_of(
 @given(LABELS, LABELS)
 def test_different_labels_have_different_folders(a, b):
     assert (slug(a) == slug(b)) == (a == b)
-
-
-@given(st.text(min_size=1, max_size=300) | st.sampled_from(["..", ".", "/", "a/../b", "CON", "a\\b", "\0", " "]))
-def test_a_folder_is_a_plain_name(label):
-    assert re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,100}", slug(label))
-
-
-@pytest.mark.parametrize(
-    ("label", "expected"),
-    [
-        ("default", "default"),
-        ("identity(lam=10)", "identity-lam-10"),
-        ("conditioned+balanced(target=1.5)", "conditioned-balanced-target-1.5"),
-        ("weight_selection", "weight_selection"),
-    ],
-)
-def test_usual_labels_have_readable_folders(label, expected):
-    assert slug(label) == expected
-
-
-def test_a_label_may_be_anything():
-    method = MethodSettings(label="../π → “ours”\n", init="conditioned")
-    assert method.label == "../π → “ours”\n" and method.canonical() == "conditioned"
-    assert re.fullmatch(r"ours-[0-9a-f]{6}", method.slug)
 
 
 def test_a_list_of_methods_is_split_outside_brackets():

@@ -6,7 +6,7 @@ from lab.helpers import make_recipe, parse_recipe
 from wellcond.errors import FairnessWarning, RecipeError
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings, parse_methods
-from wellcond.lab.plan import plan_comparison, settings_hash, settle_methods
+from wellcond.lab.plan import plan_comparison, settle_methods
 
 FOUND = {
     "record": "results/evidence/digits",
@@ -32,10 +32,6 @@ def test_every_method_starts_at_what_was_found_for_it(tmp_path):
     methods = "default,identity(lam=10),default+set(optimizer.name=muon),gaussian+set(optimizer.lr=0.1)"
     found = rates(make_recipe(tuned=FOUND), methods, tmp_path)
     assert list(found.values()) == [3e-3, 5e-3, 2e-2, 0.1]
-
-
-def test_options_at_their_default_are_the_same_method(tmp_path):
-    assert rates(make_recipe(tuned=FOUND), "default,identity", tmp_path) == {"default": 3e-3, "identity": 5e-3}
 
 
 @pytest.mark.parametrize("other", ["conditioned", "identity(lam=2)", "default+set(optimizer.eps=1e-6)"])
@@ -123,24 +119,11 @@ def test_every_shipped_comparison_says_where_its_rates_are_from():
         assert "trains at" in note or "were not searched" in note
 
 
-def test_another_label_is_still_the_same_method(tmp_path):
-    recipe = make_recipe(tuned=FOUND)
-    [job] = plan_comparison(recipe, [MethodSettings(label="default", condition=None)], [0], tmp_path)
-    assert job.method.set == {"optimizer.lr": 3e-3} and job.method.label == "default"
-    assert job.folder == tmp_path / "default/seed0"
-    assert recipe.config(job.method, 0)["method"]["set"] == {"optimizer.lr": 3e-3}
-    assert "tuned" not in recipe.config(job.method, 0)
-
-
 def test_the_field_that_is_tuned_anew_is_left_out():
     chosen = make_recipe(tuned=TWO_FIELDS).at_tuned(
         MethodSettings.model_validate("identity(lam=10)"), but=["optimizer.lr"]
     )
     assert chosen.set == {"optimizer.eps": 1e-6}
-
-
-def test_it_changes_no_hash():
-    assert settings_hash(make_recipe(tuned=FOUND)) == settings_hash(make_recipe())
 
 
 def test_what_the_user_sets_counts_for_all_methods(tmp_path):
@@ -152,10 +135,6 @@ def test_what_the_user_sets_counts_for_all_methods(tmp_path):
     assert recipe.tuned.values["identity(lam=10)"] == {"optimizer.eps": 1e-6}
     whole = parse_recipe(text, "mine.yaml", ["optimizer={name: muon, lr: 0.1}"])
     assert not any(whole.tuned.values.values())
-
-
-def test_a_recipe_that_extends_another_has_its_own():
-    assert load_recipe("vit", scale="tiny")[0].tuned is None and load_recipe("vit-patch8")[0].tuned is not None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from wellcond.lab.tokenizers import (
     TokenizerChoice,
     make_tokenizer,
     read_tokenizer,
-    tokenizer_of,
 )
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -84,11 +83,6 @@ def test_word_pieces_are_those_of_bert():
     assert ids[2].tolist() == [1] and len(ids[3]) == 0
     kept = word_pieces(lower_case=False)
     assert kept.decode(kept.encode_batch(["Lily café"])[0]) == "Lily café"
-
-
-def test_half_a_surrogate_pair_is_no_reason_to_stop():
-    assert bpe().decode(bpe().encode_batch(["a\ud800b"])[0]) == "a?b"
-    assert len(ByteTokenizer().encode_batch(["a\ud800b"])[0]) == 5
 
 
 @pytest.mark.slow
@@ -203,16 +197,6 @@ def test_a_file_that_cuts_or_pads_does_so_no_more(tmp_path):
     assert len(found[0]) > 3 and len(found[1]) == 1
 
 
-def test_large_vocabularies_need_wider_numbers():
-    words = ["[UNK]", *(f"w{number}" for number in range(70_000))]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    large = tokenizer_of(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
-    (ids,) = large.encode_batch(["w69999"])
-    assert ids.tolist() == [70_000] and ids.dtype == np.uint32
-    with pytest.raises(DataError, match="no token that could end a document"):
-        assert large.document_end is None
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -240,13 +224,6 @@ def test_a_vocabulary_without_all_bytes_is_refused(tmp_path):
     (tmp_path / "merges.txt").write_text("")
     with pytest.raises(DataError, match="no token for 255 of the 256 bytes"):
         read_tokenizer(tmp_path)
-
-
-def test_a_name_may_not_lead_out_of_a_mirror(gpt2_folder, tmp_path, monkeypatch):
-    (tmp_path / "mirror").mkdir()
-    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
-    with pytest.raises(DataError, match="no such file or folder"):
-        choose({"file": "../pairs"}, base=tmp_path / "mirror/deeper")
 
 
 def test_the_files_of_gpt2():

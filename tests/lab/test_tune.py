@@ -15,7 +15,6 @@ from wellcond.lab.tune import (
     MethodSearch,
     SearchPlan,
     at_values,
-    extend_grid,
     find_field,
     read_tuning,
     search,
@@ -192,12 +191,6 @@ def test_what_is_no_grid_is_refused(text):
 def test_fields_and_values_that_do_not_fit_are_refused(tmp_path, text, words):
     with pytest.raises(RecipeError, match=words):
         plan(tmp_path, "default,balanced", text).check()
-
-
-def test_grids_that_cannot_grow_by_a_factor_stay():
-    assert extend_grid([0, 1], upwards=True) is None and extend_grid([-1, 0, 2, 4], upwards=True) == 8
-    assert extend_grid([0, 2, 4], upwards=False) is None
-    assert extend_grid([3e-4, 1e-3, 3e-3, 1e-2], upwards=True) == 0.0322 and extend_grid([1, 5], upwards=False) == 0.2
 
 
 def test_a_second_search_keeps_the_methods_of_the_first(tmp_path):

@@ -14,9 +14,9 @@ import wellcond as wc
 from lab.report.fake_runs import FakeMethod, only_comparison, write_comparison, write_with_samples
 from lab.report.test_glue import write_score
 from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.draw import draw_static
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
-from wellcond.lab.report.plots import draw_static
 from wellcond.lab.report.table import plain_markdown
 from wellcond.lab.reproduce.claims import OTHERS, Claim, Judged, Verdict
 from wellcond.lab.reproduce.claims_page import claims_markdown
@@ -118,21 +118,10 @@ def test_the_page_of_a_comparison(records, text):
     assert text in comparison.title and any(text in method for method in comparison.methods)
     content = gather(analyse(comparison))
     page = render_page(content)
-    assert_harmless(page, scripts=3)  # its data, the plotting library, and its own
-    plots = json.loads(re.search(r'id="plot-data">(.*?)</script>', page, re.DOTALL).group(1))
-    for label in all_texts(plots):  # plotly reads some tags
-        assert not re.search(r"<(?!/?b>|br>|extra>|/extra>)[a-zA-Z/!]", label), label
+    assert_harmless(page, scripts=1)
     assert_plain_markdown(render_markdown(content))
     [path] = build_report(records, pictures=False)
     assert path.is_file()
-
-
-def all_texts(value):
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from all_texts(item)
 
 
 def test_a_figure_in_a_file(tmp_path):

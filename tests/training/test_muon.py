@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from wellcond.lab.train.optimizers import InSingle, Muon
 
 import wellcond as wc
 from attention.modern import Grouped, NormInside, PerHead, Stack
@@ -14,6 +13,7 @@ from distributed.models import build as build_distributed
 from distributed.processes import run_on_two
 from lab.helpers import tiny_gpt2, tiny_vit
 from wellcond.errors import RecipeError
+from wellcond.lab.optimizers import InSingle, Muon
 from wellcond.training.muon import divide, orthogonalised
 
 OPTIONS = {"lr": 0.05, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}

@@ -52,7 +52,7 @@ def _check_arguments(arguments: Sequence[str]) -> None:
 def load_app() -> Typer:
     """The command line with all its commands; what they do is imported when it is needed, since torch takes seconds."""
     # In the order of the help.
-    from wellcond.cli import measure, watch, inspect, experiments, report  # noqa: F401, I001
+    from wellcond.cli import measure, watch, inspect, selftest, experiments, report  # noqa: F401, I001
     from wellcond.cli.app import app
 
     return app

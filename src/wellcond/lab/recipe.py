@@ -131,7 +131,7 @@ class TunedSettings(Settings):
     """Values of fields that a search found for methods, and where its record is."""
 
     record: str
-    """Folder of the comparison whose tuning.json has the search."""
+    """The comparison with the search: a folder, or a packed file without its ending."""
     values: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Fields and their values by method, in text such as ``conditioned`` or ``identity(lam=1)``."""
     changed: tuple[str, ...] = ()

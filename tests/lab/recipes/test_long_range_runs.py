@@ -77,9 +77,14 @@ def trained(folder, task, method, *changes):
 
 @pytest.mark.parametrize(
     ("task", "method"),
-    [("listops", "conditioned"), ("text", "balanced"), ("retrieval", "identity(lam=1)"), ("image", "mimetic"),
-     ("pathfinder", "gaussian")],
-)  # fmt: skip
+    [
+        ("listops", "conditioned"),
+        ("text", "balanced"),
+        pytest.param("retrieval", "identity(lam=1)", marks=pytest.mark.slow),
+        pytest.param("image", "mimetic", marks=pytest.mark.slow),
+        pytest.param("pathfinder", "gaussian", marks=pytest.mark.slow),
+    ],
+)
 def test_recipe_runs_to_a_test_score(task, method, mirror, tmp_path):
     record = trained(tmp_path / "run", task, method, *SHORT, *CHANGES[task])
     assert record["status"] == "finished"
@@ -100,6 +105,7 @@ def test_the_jacobian_is_followed_over_training(tmp_path):
     assert all(row["sigma_min_q"] > row["raw_sigma_min_q"] for row in rows)  # lambda I lifts the smallest
 
 
+@pytest.mark.slow
 def test_short_expressions_are_learnt_beyond_chance(tmp_path):
     record = trained(
         tmp_path, "listops", "gaussian", "task.length=16", "data.options={min_length: 4, max_length: 16, max_depth: 2}",

@@ -24,7 +24,7 @@ from wellcond.lab.report.samples import find_samples
 from wellcond.lab.report.table import visible
 from wellcond.lab.report.tables import build_tables
 
-pytest.importorskip("plotly")
+pytest.importorskip("matplotlib")
 PROMPT = "Once upon"
 EVIL = (
     "</pre></section><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">&lt;b&gt;\n"

@@ -17,7 +17,7 @@ from wellcond.errors import RunRecordError
 from wellcond.lab.report.page import build_report
 from wellcond.lab.report.samples import find_pictures, find_samples
 
-pytest.importorskip("plotly")
+pytest.importorskip("matplotlib")
 BOX_AP = {"name": "box_AP", "higher_is_better": True, "percent": True}
 HEIGHT, WIDTH = 30, 40
 EVIL = "</title></svg><script>document.title='taken'</script>\"onload=x \x00\u202e$x^"

@@ -1,4 +1,3 @@
-import hashlib
 import random
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from lab.helpers import ListSplit, bundle, byte_images, make_recipe, pil_images,
 from lab.small import logs, small_job
 from wellcond.errors import RecipeError
 from wellcond.lab.data import TensorDataset
-from wellcond.lab.data.base import progress_to
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.tasks.base import EVALUATION, AugmentationSettings, TaskContext
 from wellcond.lab.tasks.image_classification import (
@@ -59,27 +57,6 @@ def test_evaluation_images_use_the_statistics_of_training():
     mean, std = pixels.mean((0, 2, 3), keepdim=True), pixels.std((0, 2, 3), correction=0, keepdim=True)
     found = images(make_task(train, evaluation))
     assert found.dtype == torch.float32 and torch.allclose(found.double(), (others - mean) / std, atol=1e-5)
-
-
-def test_statistics_of_many_images_are_those_of_all():
-    source = torch.Generator().manual_seed(0)
-    pixels = torch.randint(0, 256, (4100, 1, 2, 2), generator=source, dtype=torch.uint8)
-    pixels[4096:] = 0
-    task = make_task(TensorDataset("image", pixels, torch.arange(4100) % 3))
-    assert images(task, epoch=0).double().mean().abs() < 1e-6
-
-
-def test_a_constant_channel_stays_finite():
-    split = byte_images(4)
-    split.inputs[:, 1] = 128
-    found = images(make_task(split))
-    assert torch.isfinite(found).all() and found[:, 1].abs().max() < 0.1
-
-
-def test_floats_are_left_as_they_are():
-    floats = torch.randn(5, 1, 8, 8)
-    task = make_task(TensorDataset("image", floats, torch.arange(5) % 3))
-    assert torch.equal(images(task, epoch=0), floats)
 
 
 # Augmentation in memory
@@ -140,23 +117,6 @@ def test_a_batch_of_several_draws_is_its_parts():
         assert torch.equal(found["image"][row], alone["image"][0]) and found["label"][row] == alone["label"][0]
     assert len({tuple(image.flatten().tolist()) for image in found["image"]}) == 9
     assert torch.equal(task.train.fetch([(4, 9), *chosen])["image"][1:], found["image"])  # the next epoch's beside them
-
-
-# sha256 over three epochs of flips and padded crops, before an image could be drawn more than once
-BEFORE_REPEATS = "dc1beaa7812f7cd2"
-
-
-def test_augmentation_in_memory_is_what_it_was():
-    samples = make_task(unit_images(12), augmentation={"flip": 0.5, "crop_padding": 2}).train
-    pixels = [(samples.fetch(keys(12, epoch))["image"] * 255).round().byte() for epoch in range(3)]
-    assert hashlib.sha256(torch.stack(pixels).numpy().tobytes()).hexdigest()[:16] == BEFORE_REPEATS
-
-
-def test_augmentation_in_memory_draws_no_global_numbers():
-    task = make_task(byte_images(), augmentation={"flip": 0.5, "crop_padding": 2})
-    state = torch.get_rng_state()
-    images(task, epoch=0)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_evaluation_is_not_augmented():
@@ -257,20 +217,6 @@ def test_training_mixes_alike_with_accumulation(tmp_path):
     assert len(found[0]) == 3 and found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_mixing_leaves_the_batch_it_is_given():
-    task = make_task(byte_images(), augmentation={"mixup": 0.8})
-    batch = task.train.fetch(keys(8, 0))
-    before = batch["image"].clone()
-    task.training_batch(batch, 0, 0)
-    assert torch.equal(batch["image"], before)
-
-
-def test_without_mixing_the_batch_is_the_batch():
-    task = make_task(byte_images())
-    batch = task.train.fetch(keys(3, 0))
-    assert task.training_batch(batch, 0, 0) is batch
-
-
 # Labels, channels, sizes
 
 
@@ -318,23 +264,6 @@ def test_pictures_of_different_sizes_keep_about_their_own():
     assert make_task(pil_images([(60, 40)] * 3)).size == 40
 
 
-def test_byte_tensors_are_resized_to_the_size_asked():
-    task = make_task(byte_images(4), image_size=16)
-    assert isinstance(task.train, Pictures) and images(task).shape == (4, 3, 16, 16)
-
-
-def test_floats_are_never_taken_for_pictures():
-    split = TensorDataset("image", torch.randn(4, 1, 8, 8), torch.arange(4) % 2)
-    for changes in ({"image_size": 16}, {"evaluation_crop": 0.9}, {"augmentation": {"random_erasing": 0.5}}):
-        with pytest.raises(RecipeError, match="found normalised floats"):
-            make_task(split, **changes)
-
-
-def test_a_padded_crop_needs_images_in_memory():
-    with pytest.raises(RecipeError, match="crop_padding, which works on images in memory"):
-        make_task(byte_images(), augmentation={"crop_padding": 1, "random_erasing": 0.5})
-
-
 def test_the_crop_of_evaluation_is_taken():
     split = pil_images([(32, 32)] * 2)
     whole, centre = (make_task(split, image_size=16, evaluation_crop=crop) for crop in (1.0, 0.5))
@@ -343,13 +272,6 @@ def test_the_crop_of_evaluation_is_taken():
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in IMAGENET)
     assert torch.allclose(images(centre), (pixels[:, :, 8:24, 8:24] / 255 - mean) / std, atol=1e-5)
     assert images(whole).shape == (2, 3, 16, 16)
-
-
-def test_decoding_is_reported():
-    told = []
-    with progress_to(lambda *row: told.append(row)):
-        make_task(byte_images(5))
-    assert told[0] == ("decoding training images", 1, 5) and told[-1] == ("decoding evaluation images", 5, 5)
 
 
 def test_an_image_smaller_than_the_patch_is_refused_before_training():

@@ -5,13 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from lab.helpers import bundle, make_recipe, texts, tiny_gpt2
 from lab.tasks.test_base import evaluation_batch, make_task
 from wellcond.errors import DataError, RecipeError
-from wellcond.lab.data.base import progress_to
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.tasks.language_modelling import IGNORED, generate_text
 from wellcond.lab.train.prepare import prepare_model
@@ -136,14 +134,6 @@ def test_training_stops_at_a_limit_and_evaluation_does_not():
     assert len(task.train.stream) == 6 and len(task.evaluation.stream) == 9
 
 
-def test_preparation_is_told():
-    told = []
-    with progress_to(lambda *row: told.append(row)):
-        make_task("language_modelling", prose(STORY), context=4, tokenizer=BPE)
-    assert told[0] == ("training a tokeniser on some, training split, here or in another process", 0, 1)
-    assert ("tokenising some, training split, documents", 1, 1) in told
-
-
 @pytest.mark.parametrize(
     ("documents", "fields", "message"),
     [
@@ -156,12 +146,6 @@ def test_preparation_is_told():
 def test_text_that_does_not_suit_is_refused(documents, fields, message):
     with pytest.raises((RecipeError, DataError), match=message):
         make_task("language_modelling", prose(*documents), context=4, **fields)
-
-
-@pytest.mark.parametrize("fields", [{"limit_tokens": 0}, {"tokenizer": "words"}])
-def test_settings_that_make_no_sense_are_refused(fields):
-    with pytest.raises(ValidationError):
-        make_task("language_modelling", prose(STORY), context=4, **fields)
 
 
 def test_a_model_that_has_learnt_the_text_writes_it():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lab.helpers import bundle, byte_images, make_recipe, texts, tiny_bert
-from lab.sequence_helpers import MaskedMean, classify, everything, ids, pairs, tokens, written
+from lab.sequence_helpers import MaskedMean, classify, everything, ids, tokens, written
 from wellcond.errors import RecipeError
 from wellcond.lab.data import TensorDataset
 from wellcond.lab.methods import MethodSettings
@@ -50,20 +50,10 @@ def test_text_is_cut_and_tokens_are_refused():
         classify(tokens([0, 1, -1, -1, -1], [0, 1, 2, 3, 4]), length=4)
 
 
-def test_pairs_are_refused():
-    with pytest.raises(RecipeError, match="sequence_classification expects 1 texts a sample, found 2; pairs are"):
-        classify(bundle("text", pairs(("ab", "cde"), ("f", "g")), classes=2), length=4)
-
-
 def test_sequences_are_cut_to_the_length_and_padded_further():
     task = classify(written("abcdef", "a"), length=3, pad_to=5)
     assert ids(task.train) == [[98, 99, 100, 0, 0], [98, 0, 0, 0, 0]]
     assert task.probe(1)["input_ids"].shape == (1, 5) and task.probe(9)["attention_mask"].shape == (2, 5)
-
-
-def test_padding_below_the_length_is_refused():
-    with pytest.raises(RecipeError, match="task.pad_to: expected at least the 8 tokens of some, found 7"):
-        classify(written("a", "b"), length=8, pad_to=7)
 
 
 def test_every_byte_is_a_token():
@@ -89,11 +79,6 @@ NOTHING = {
 def test_an_empty_sequence_is_kept_and_masked(kind):
     data, fields = NOTHING[kind]
     assert everything(classify(data, **fields).train)["attention_mask"][1].sum() == 0
-
-
-def test_a_black_image_is_not_empty_where_black_is_seen():
-    data, _ = NOTHING["black"]
-    assert everything(classify(data, black="visible").train)["attention_mask"].tolist() == [[1], [1]]
 
 
 def test_an_empty_sequence_gives_numbers():

@@ -7,7 +7,6 @@ from lab.helpers import ListSplit, bundle, byte_images, pil_images
 from lab.sequence_helpers import classify, everything, ids
 from wellcond.errors import RecipeError
 from wellcond.lab.data import TensorDataset
-from wellcond.lab.data.base import progress_to
 
 
 def colours():
@@ -53,13 +52,6 @@ def test_images_are_resized_as_pil_does_it_with_an_average_over_what_a_pixel_cov
     wide = split.examples[2]["image"].convert("L").resize((24, 16), Image.Resampling.BILINEAR).crop((4, 0, 20, 16))
     assert ids(task.train)[2] == (np.array(wide).astype(int) + 1).flatten().tolist()
     assert task.length == 256
-
-
-def test_decoding_images_is_reported():
-    told = []
-    with progress_to(lambda *now: told.append(now)):
-        classify(bundle("image", pil_images([(4, 4)] * 3)))
-    assert told[-1] == ("decoding images", 3, 3)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from wellcond import pages
-from wellcond.errors import needs_extra
 from wellcond.files import write_atomically
 from wellcond.lab.records import Comparison, check_stays_inside, leaves_of, load_comparisons
 from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_findings
+from wellcond.lab.report.draw import NUM_COLOURS, draw_panels, draw_static
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
-from wellcond.lab.report.plots import NUM_COLOURS, draw_static, plots
 from wellcond.lab.report.samples import detections_markdown, find_pictures, find_samples, samples_markdown
 from wellcond.lab.report.table import (
     Table,
@@ -31,10 +30,17 @@ from wellcond.lab.report.tables import build_tables
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
 
 TABS = {
-    "Summary": ("summary", "required", "other_metrics"), "Tuning": ("tuning",), "Learning": (),
-    "Matching": ("matching",), "Conditioning": ("conditioning",), "Attention": (), "Cost": ("cost",), "Samples": (),
-    "Detections": (), "Runs": ("statistics", "seeds"),
-}  # fmt: skip
+    "Summary": ("summary", "required", "other_metrics"),
+    "Tuning": ("tuning",),
+    "Learning": (),
+    "Matching": ("matching",),
+    "Conditioning": ("conditioning",),
+    "Attention": (),
+    "Cost": ("cost",),
+    "Samples": (),
+    "Detections": (),
+    "Runs": ("statistics", "seeds"),
+}
 """Tabs of the page, each with its tables; figures name theirs."""
 MOST_SHOWN = 4
 """Values of a setting that differs between runs."""
@@ -135,13 +141,17 @@ def render_markdown(content: Content) -> str:
     """Markdown of a comparison, to stand beside the folders `figures` and `tables`; without figures, to stand alone."""
     comparison, facts = content.analysis.comparison, _facts(content.analysis.comparison)
     lines = [
-        f"# {plain_markdown(comparison.title)}", "", f"**{plain_markdown(bottom_line(content.analysis))}**", "",
+        f"# {plain_markdown(comparison.title)}",
+        "",
+        f"**{plain_markdown(bottom_line(content.analysis))}**",
+        "",
         plain_markdown(
             f"Recipe {facts['Recipe']}; data: {facts['Data']}; judged by {facts['Judged by']}; seeds {facts['Seeds']}."
-        ), "",
+        ),
+        "",
         *(("With plots to point at: [report.html](report.html).", "") if content.figures else ()),
         *((plain_markdown(comparison.notes), "") if comparison.notes else ()),
-    ]  # fmt: skip
+    ]
     if findings := find_findings(content.analysis):
         lines += ["## Findings", "", *(f"- {plain_markdown(finding)}" for finding in findings), ""]
     for table in content.tables:
@@ -159,24 +169,21 @@ def render_markdown(content: Content) -> str:
 
 def render_page(content: Content) -> str:
     """HTML of a comparison as one self-contained file; the same records give the same bytes."""
-    with needs_extra("plotly", "report"):
-        from plotly.offline import get_plotlyjs
-    source = get_plotlyjs()
-    assert "</script" not in source.lower(), "plotly's own text would end the script element"
     tables = {table.name: without_empty_columns(table) for table in content.tables}
-    drawn = [(figure, plots(figure)) for figure in content.figures or ()]
+    environment = pages.environment("wellcond.lab.report")
+    drawn = [(figure, draw_panels(figure)) for figure in content.figures or ()]
     tabs = {
         title: ([one for one in drawn if one[0].section == title], [tables[name] for name in names if name in tables])
         for title, names in TABS.items()
     }
     has_more = {"Samples": bool(content.samples), "Detections": bool(content.pictures)}
-    environment = pages.environment("wellcond.lab.report")
     environment.filters |= {"visible": visible, "px": lambda value: f"{value:.6g}"}
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("comparison.html").render(
-        comparison=content.analysis.comparison, facts=_facts(content.analysis.comparison),
-        bottom_line=bottom_line(content.analysis), findings=find_findings(content.analysis), content=content,
+        comparison=content.analysis.comparison,
+        facts=_facts(content.analysis.comparison),
+        bottom_line=bottom_line(content.analysis),
+        findings=find_findings(content.analysis),
+        content=content,
         tabs={title: shown for title, shown in tabs.items() if any(shown) or has_more.get(title)},
-        drawings={f"{figure.name}-{at}": plot for figure, listed in drawn for at, (_, plot) in enumerate(listed)},
-        num_colours=NUM_COLOURS, plotly=source,
-    )  # fmt: skip
+        num_colours=NUM_COLOURS,
+    )
