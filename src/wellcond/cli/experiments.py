@@ -171,7 +171,7 @@ def demo(folder: cli.Folder = None, seeds: cli.Seeds = None, jobs: cli.Jobs = "a
 
     place = folder or Path("runs/demo")
     watch = ConsoleWatch(quiet=quiet)
-    result = lab.compare("digits", seeds=numbers, folder=place, at_once=at_once, watch=watch)
+    result = lab.compare("digits", seeds=numbers or 3, folder=place, at_once=at_once, watch=watch)
     raise typer.Exit(_finish(result, as_json=False, quiet=quiet, report=True))
 
 
