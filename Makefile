@@ -62,6 +62,7 @@ bench: $(STAMP)  ## Times of training steps, initialisation and Jacobians, each 
 	$(BIN)/python benchmarks/language.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/lra_data.py
+	$(BIN)/python benchmarks/monitor.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
 	$(BIN)/python benchmarks/jacobian.py

@@ -185,7 +185,6 @@ class Registry(UserDict[str, Method]):
     """Methods of a verb by name; the first look imports the files of the verb's package, which register theirs."""
 
     def __init__(self, verb: str, kind: str, meaning: str, package: str) -> None:
-        """Name the verb and say what its methods are, for messages."""
         self.verb = verb
         self.kind = kind
         self.meaning = meaning

@@ -24,7 +24,6 @@ class AttentionNotFoundError(WellcondError, ValueError):
     """No attention was recognised anywhere in a model."""
 
     def __init__(self, classes_seen: Iterable[str], families: Iterable[str]) -> None:
-        """List the module classes that were seen and the families that are known."""
         self.classes_seen = sorted(set(classes_seen))
         super().__init__(
             "no attention was found in this model.\n"
@@ -73,7 +72,6 @@ class MissingExtraError(WellcondError, ImportError):
     """An optional dependency is needed for what was asked."""
 
     def __init__(self, package: str, extra: str, problem: str = "which is not installed") -> None:
-        """Name the package and the install line."""
         self.package = package
         self.extra = extra
         super().__init__(f"this needs {package}, {problem}. Run: pip install 'wellcond[{extra}]'")
@@ -104,7 +102,6 @@ class OptionError(WellcondError, ValueError):
     """An option of another type, out of range, or without meaning beside the others."""
 
     def __init__(self, message: str, *, expected: Any = None, found: Any = None) -> None:
-        """Keep what was expected and what was found."""
         self.expected = expected
         self.found = found
         super().__init__(message)
@@ -255,7 +252,6 @@ class RunRecordError(WellcondError, ValueError):
     """A stored run that is missing, broken, or of another version."""
 
     def __init__(self, path: Path, problem: str, advice: str) -> None:
-        """Name the file and say what to do."""
         self.path = path
         super().__init__(f"{path}: {problem}\n  {advice}")
 

@@ -199,7 +199,6 @@ class LightDispatchMode(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Any:
-        """Begin."""
         cls = type(self)
         if compiler_is_loaded() and not cls.skips_compiler:
             cls.skips_compiler = True

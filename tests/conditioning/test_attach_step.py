@@ -112,6 +112,7 @@ def test_a_compiled_step_is_one_graph_that_never_waits():
         assert not [name for name in names if set(name.split(".")) & WAITS]
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_batches_the_layers_too():
     def size(depth, method):
         torch._dynamo.reset()

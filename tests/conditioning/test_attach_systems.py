@@ -37,7 +37,7 @@ def twins(method, options):
 
 @pytest.mark.parametrize(
     "method, options",
-    [pytest.param(*case, marks=() if case[0] in ("identity", "balanced") else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=() if case[0] == "balanced" else pytest.mark.slow) for case in CASES],
 )
 def test_compiled_training_follows_eager_training_without_graph_breaks(method, options):
     eager, other = twins(method, options)
@@ -57,6 +57,7 @@ def test_inductor():
     torch.testing.assert_close(other(X), eager(X), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_conditioning_a_model_that_is_compiled_already():
     torch.manual_seed(0)
     model = vit().eval()

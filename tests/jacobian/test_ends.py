@@ -8,9 +8,15 @@ import torch
 from wellcond.jacobian import problem
 from wellcond.jacobian.ends import factorise_, least_singular_value, no_eigenvalue_below, solve_float32
 from wellcond.jacobian.gauge import parameter_steps
-from wellcond.jacobian.gram import OutputSteps, explicit_jacobian, output_gram, pull_back, push_forward
 from wellcond.jacobian.head import Head, build_factors
-from wellcond.jacobian.softmax import SoftmaxJacobian
+from wellcond.jacobian.softmax import (
+    OutputSteps,
+    SoftmaxJacobian,
+    explicit_jacobian,
+    output_gram,
+    pull_back,
+    push_forward,
+)
 from wellcond.jacobian.solve import operator_spectrum
 
 F64 = torch.float64

@@ -12,7 +12,7 @@ from contracts.harness import randomise_
 from jacobian.test_module import BUILD, captured_from
 from wellcond.errors import CopyError
 from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.module import ModuleJacobian, num_samples
+from wellcond.jacobian.module import ModuleJacobian, batch_axis
 from wellcond.jacobian.select import select_operator
 from wellcond.jacobian.solve import operator_spectrum
 
@@ -68,7 +68,7 @@ def rows_of_sample(head, sample, batch_first):
 def test_samples_and_combine_are_honoured_whatever_the_attention(name):
     module, batch = CASES[name]()
     [captured] = capture_attention(module, batch)
-    assert not captured.is_plain and num_samples(captured) == 4
+    assert not captured.is_plain and batch_axis(captured).count == 4
     whole = ModuleJacobian(captured, 1)
     parts = [rows_of_sample(whole, sample, "sequence_first" not in name) for sample in range(4)]
     [layer] = wc.measure(module, batch, samples=3, kappa="pseudo").layers
@@ -87,7 +87,7 @@ def test_samples_and_combine_are_honoured_whatever_the_attention(name):
 def test_every_family_is_told_apart_by_samples(family):
     """Its own inputs have a batch of one, or windows of one image: the last of them, as rows of the whole."""
     for captured in captured_from(family)[1][:2]:
-        whole, count = ModuleJacobian(captured, 0), num_samples(captured)
+        whole, count = ModuleJacobian(captured, 0), batch_axis(captured).count
         one = ModuleJacobian(captured, 0, samples=[count - 1])
         assert one.num_rows * count == whole.num_rows
         u = torch.randn(one.shape[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -118,7 +118,7 @@ def test_an_image_in_windows_with_masks_is_measured_window_by_window():
     ))  # fmt: skip
     images = tokens(2, 3, 16, 16)
     shifted = capture_attention(model, images)[1]
-    assert num_samples(shifted) == 8  # two images of four windows: one window by itself does not fit the masks
+    assert batch_axis(shifted).count == 8  # two images of four windows: one window by itself does not fit the masks
     whole = ModuleJacobian(shifted, 0).as_matrix()
     for window in range(3):
         found = ModuleJacobian(shifted, 0, samples=[window]).as_matrix()

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jacobian.operators import head_spectrum
-from wellcond.jacobian import gram, head, problem, stacked
+from wellcond.jacobian import head, problem, softmax, stacked
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.problem import Problem
 from wellcond.jacobian.softmax import SoftmaxJacobian
@@ -86,7 +86,7 @@ def test_a_stack_too_large_for_its_eigenvalues_is_never_built(limit, method, exp
 )
 @pytest.mark.parametrize("method", ["gram", "cholesky", "implicit"])
 def test_a_method_needs_no_more_memory_than_it_says(form, method, monkeypatch):
-    for module in (head, gram, stacked):
+    for module in (head, softmax, stacked):
         monkeypatch.setattr(module, "CHUNK_BYTES", 2**14)
     form.__dict__.pop("factors", None)  # cached by an earlier case
     said = Problem(form).needed_bytes(method)

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from jacobian.operators import check_operator, head_spectrum
 from wellcond.errors import MemoryLimitError, UnknownChoiceError, WeightError
-from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram
 from wellcond.jacobian.head import Head, build_factors
 from wellcond.jacobian.problem import Problem
 from wellcond.jacobian.ranks import wide_rank_bound, wide_shape
-from wellcond.jacobian.softmax import SoftmaxJacobian, dense_jacobian
+from wellcond.jacobian.softmax import SoftmaxJacobian, dense_jacobian, explicit_jacobian, output_gram, parameter_gram
 from wellcond.jacobian.solve import SOLVERS, choose, operator_spectrum
 from wellcond.jacobian.spectrum import jacobian_spectrum
 from wellcond.jacobian.stacked import stack_gram, stacked_jacobian

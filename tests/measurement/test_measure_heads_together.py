@@ -15,7 +15,6 @@ import wellcond.measurement.measure as measurement
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.diagnosis import block_norms
 from wellcond.jacobian.gauge import parameter_steps
-from wellcond.jacobian.gram import in_float32
 from wellcond.jacobian.head import (
     FactorStack,
     Head,
@@ -27,7 +26,7 @@ from wellcond.jacobian.head import (
     stack_heads,
 )
 from wellcond.jacobian.select import parts_of
-from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size
+from wellcond.jacobian.softmax import SoftmaxJacobian, in_float32, softmax_jacobians, stack_size
 from wellcond.jacobian.solve import operator_spectra, operator_spectrum
 from wellcond.measurement.records import NUMERICAL
 

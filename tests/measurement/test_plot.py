@@ -53,13 +53,6 @@ def test_a_plot_of_a_report_shows_every_head(report):
     assert any(text.get_text() == report.run["model"] for text in ax.texts)
 
 
-def test_a_plot_of_infinite_heads_is_not_empty(infinite):
-    legend, points = drawn(infinite.plot())
-    [label] = [text for text in legend if "infinite" in text]
-    pseudo = [head.mean_kappa("pseudo") for layer in infinite.layers for head in layer.heads]
-    assert [y for _, y in points[label]] == pseudo and "head" not in points
-
-
 def test_dead_heads_and_unknown_ones_are_marked_and_in_no_mean(report):
     def head(kappa, **fields):
         both = {"strict": (kappa,), "pseudo": (kappa,)}
@@ -71,11 +64,6 @@ def test_dead_heads_and_unknown_ones_are_marked_and_in_no_mean(report):
     legend, points = drawn(ax)
     assert len(points) == 3 and any("dead" in text for text in legend) and any("either" in text for text in legend)
     assert list(ax.lines[0].get_ydata())[0] == pytest.approx(100.0)
-
-
-def test_a_plot_goes_into_given_axes(report):
-    _, (left, right) = pyplot.subplots(1, 2)
-    assert report.plot(ax=right) is right and right.collections and not left.collections
 
 
 def test_a_plot_has_a_line_per_head():

@@ -80,13 +80,11 @@ def test_heads_refuse_what_has_no_probabilities():
         Head(x, w, w, w, 1.0, torch.full((3, 3), -torch.inf))
     with pytest.raises(WeightError, match="finite"):
         Head(x * torch.nan, w, w, w, 1.0)
-    with pytest.raises(ValueError, match="probabilities"):
-        Head(x, w, w, w, 1.0, p=torch.ones(3, 3))
 
 
-def test_heads_are_float64_without_gradient_and_accept_probabilities():
+def test_heads_are_float64_without_gradient():
     h = cases.g1()
-    same = Head(*(t.float().requires_grad_() for t in (h.x, h.w_q, h.w_k, h.w_v)), h.scale, p=h.probabilities()[0])
+    same = Head(*(t.float().requires_grad_() for t in (h.x, h.w_q, h.w_k, h.w_v)), h.scale)
     assert same.x.dtype is F64 and not same.x.requires_grad
     for statement in (lower_bound, upper_bound, papers_bound):
         assert statement(same).value == pytest.approx(statement(h).value, rel=1e-12)

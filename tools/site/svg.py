@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import re
 import warnings
 from collections.abc import Callable
@@ -15,21 +14,14 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 import wellcond as wc
+from wellcond.lab.report.draw import STYLE, inline_svg, styled, to_svg
 
 INK = "#010203"  # becomes the colour of the page's text
-STYLE = {
-    "svg.fonttype": "none",
-    "font.size": 9,
+OF_SITE = {
     "axes.titlesize": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "legend.frameon": False,
     "savefig.transparent": True,
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }
 
 
@@ -66,14 +58,9 @@ def figure_as_html(name: str) -> str:
 
 def figure_as_svg(name: str) -> str:
     """A figure as an SVG element in the colour of the text around it; its ids are those of no other figure."""
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}), warnings.catch_warnings():
+    with styled(STYLE | OF_SITE | {"svg.hashsalt": name}), warnings.catch_warnings():
         warnings.simplefilter("ignore", wc.NumericalWarning)  # lambda = 10 is shown because it saturates
         drawn = FIGURES[name].draw()
-        file = io.StringIO()
-        drawn.savefig(file, format="svg", metadata={"Date": None}, bbox_inches="tight")
+        svg = to_svg(drawn)
         plt.close(drawn)
-    text = file.getvalue()
-    text = text[text.index("<svg ") :].replace(INK, "currentColor")
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", text)
-    return re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", text)
+    return inline_svg(svg, name, {INK: "currentColor"})

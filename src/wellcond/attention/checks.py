@@ -263,7 +263,6 @@ class Rollback:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Remember all modules."""
         self.model = model
         self.modules = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
         self.numbers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -274,7 +273,6 @@ class Rollback:
             self.numbers[id(tensor)] = tensor, to_local(tensor).detach().clone()
         return self.numbers[id(tensor)][1]
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Make the model what it was."""
         reshard_(self.model)  # a forward that failed may have left whole weights in place
@@ -286,6 +284,11 @@ class Rollback:
             for name, content in contents.items():
                 attributes[name].clear()
                 attributes[name].update(content)
+        self.restore_numbers()
+
+    @torch.no_grad()
+    def restore_numbers(self) -> None:
+        """Give every tensor of `keep` the numbers that it had."""
         for tensor, numbers in self.numbers.values():
             to_local(tensor).copy_(numbers)
 

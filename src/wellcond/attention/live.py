@@ -374,7 +374,9 @@ class LiveHooks:
         if before is not None:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if after is not None:
-            self.handles.append(module.register_forward_hook(after, always_call=after.func.__name__ == "_leave"))
+            # In front, so that of several monitors the last one to enter a layer is the first one to leave it.
+            leaves = after.func.__name__ == "_leave"
+            self.handles.append(module.register_forward_hook(after, always_call=leaves, prepend=leaves))
 
     def _enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.sites or not _counts(module):

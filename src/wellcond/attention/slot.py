@@ -44,7 +44,6 @@ class Slot:
     view: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
-        """One line, without the index table."""
         stored = stored_parameter(self.owner, self.weight_name)
         shape = "not a parameter" if stored is None else tuple(stored.shape)
         return f"Slot({type(self.owner).__name__}.{self.weight_name} {shape}, {self.num_heads} heads x {self.head_dim})"

@@ -73,12 +73,10 @@ class ForwardPass:
     """The forward passes of one conditioned model that are running, in each thread."""
 
     def __init__(self) -> None:
-        """Nothing is running."""
         self.traced: list[Frame] = []
         self.local = threading.local()
 
     def __reduce__(self) -> tuple[type[ForwardPass], tuple[()]]:
-        """Copies and pickles have nothing running."""
         return ForwardPass, ()
 
     def frames(self) -> list[Frame]:
@@ -217,7 +215,6 @@ class EffectiveSave(InstanceOverride):
     """`save_pretrained` of a conditioned model of transformers: effective weights, so that any plain model can load."""
 
     def __init__(self, model: nn.Module) -> None:
-        """In place of `model.save_pretrained`."""
         resume_in_trainer()
         self.model, self.replaced = model, vars(model).get("save_pretrained")
 

@@ -339,7 +339,6 @@ class FrozenCorrection(StoredCorrection):
     """The first C of a following correction, kept for good: a buffer of the module, saved with it."""
 
     def __init__(self, following: FollowingCorrection) -> None:
-        """Keep C in a buffer beside the weight."""
         self.following = following
         self.state_names = (f"{following.name}_wellcond_correction",)
 

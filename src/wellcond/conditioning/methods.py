@@ -62,7 +62,6 @@ class Correction:
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what contradicts itself."""
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("gradient", self.gradient, ("straight_through", "through"))
         if (self.correct is None) == (self.build is None):

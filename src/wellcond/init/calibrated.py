@@ -101,45 +101,37 @@ class _Draft(contextlib.AbstractContextManager["_Draft"]):
     def __init__(self, model: nn.Module, rollback: Rollback) -> None:
         self.rollback = rollback
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.planned: list[Write] = []
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         """Note what was reached, unless something failed, and put everything back."""
         if kind is None:
-            for parameter, _ in self.before.values():
+            for parameter, _ in self.rollback.numbers.values():
                 name = self.names.get(id(parameter), "a parameter")
                 self.planned.append(Write(name, parameter, full_tensor(parameter).detach().clone()))
-        with torch.no_grad():
-            for parameter, old in self.before.values():
-                to_local(parameter).copy_(old)
-
-    def touch(self, parameter: Tensor) -> None:
-        """Remember a parameter before it changes."""
-        if id(parameter) not in self.before:
-            self.before[id(parameter)] = parameter, self.rollback.keep(parameter)
+        self.rollback.restore_numbers()
 
     @torch.no_grad()
     def set_(self, parameter: Tensor, values: Tensor) -> None:
         """Whole new values."""
-        self.touch(parameter)
+        self.rollback.keep(parameter)
         Write("", parameter, _shared(values, parameter)).commit_()
 
     @torch.no_grad()
     def scale_(self, parameter: Tensor | None, factor: float) -> None:
         """Multiply a parameter."""
         if parameter is not None:
-            self.touch(parameter)
+            self.rollback.keep(parameter)
             to_local(parameter).mul_(factor)
 
     def scale_heads_(self, slot: Slot, factors: Tensor) -> None:
         """Multiply the weight and the bias of every head."""
-        self.touch(slot.parameter)
+        self.rollback.keep(slot.parameter)
         slot.write_(slot.read_raw() * factors[:, None, None].to(slot.parameter))
         bias = slot.stored_bias()
         values = slot.read_bias()
         if bias is not None and values is not None:
-            self.touch(bias)
+            self.rollback.keep(bias)
             slot.write_bias_(values * factors[:, None].to(values))
 
 
@@ -186,7 +178,7 @@ def _draw(slot: Slot, start: Start, context: InitContext, draft: _Draft) -> None
         values = draw_normal((count, rows, columns), generator=context.generator, device=device) * columns**-0.5
     else:
         values = random_semi_orthogonal(count, rows, columns, generator=context.generator, device=device, source="svd")
-    draft.touch(slot.parameter)
+    draft.rollback.keep(slot.parameter)
     slot.write_(_shared(values, slot.parameter))
 
 

@@ -18,6 +18,7 @@ from wellcond.attention.slot import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.checkpoint import save_weights, split_state
 from wellcond.errors import CheckpointMismatchError, needs_extra
+from wellcond.integrations.beside import Beside
 from wellcond.integrations.common import (
     Choice,
     Measuring,
@@ -59,6 +60,10 @@ class WellcondCallback(Measuring, pl.Callback):
             alone it is by default the first samples of the training data, of which the first part if they are a
             sequence, all but labels if they are a dictionary.
         measure: False not to measure.
+        monitor: True, or options of `AttentionMonitor`: every head is read from the passes that the training makes,
+            into ``monitor.jsonl`` of the log folder and all loggers.
+        clip: `tau` of `QKClip`, or its options: the largest logit that is left alone. Automatic optimisation only.
+        alarms: True for alarms in the log, or what `Alarms` sends them to; needs `monitor`.
         per_layer: summaries of each layer as well as of the network.
         export: file named ``.safetensors`` to which the effective weights of the network are written at the end.
         **options: of `ConditionTracker`: `every`, `weights_every`, `budget`, `samples`, `heads`, ...
@@ -76,6 +81,9 @@ class WellcondCallback(Measuring, pl.Callback):
         network: str = "",
         batch: Any = None,
         measure: bool = True,
+        monitor: bool | Mapping[str, Any] = False,
+        clip: float | Mapping[str, Any] | None = None,
+        alarms: Any = False,
         per_layer: bool = False,
         export: str | os.PathLike[str] | None = None,
         **options: Any,
@@ -88,6 +96,7 @@ class WellcondCallback(Measuring, pl.Callback):
             raise ValueError(f"export: expected a file named *.safetensors, got {str(export)!r}")
         self.init, self.condition, self.network = init, condition, network
         self.measure, self.export = measure, export
+        self.beside = Beside(monitor, clip, alarms)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepare the network, once, and let its checkpoints hold effective weights."""
@@ -124,10 +133,12 @@ class WellcondCallback(Measuring, pl.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure step 0, or resume at the step of a checkpoint."""
-        if not self.measure:
-            return
         network, folder = self._network(pl_module), Path(trainer.log_dir or trainer.default_root_dir)
         folder_of_rank = folder if trainer.is_global_zero else None
+        self._watched_step = trainer.global_step
+        self.beside.begin(network, list(trainer.optimizers), folder_of_rank, trainer.global_step)
+        if not self.measure:
+            return
         self.begin(network, lambda: self._probe(trainer, pl_module), folder_of_rank, trainer.global_step)
         self._log(trainer)
 
@@ -149,6 +160,10 @@ class WellcondCallback(Measuring, pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Measure what is due after a step of the optimiser."""
+        if trainer.global_step != self._watched_step:
+            self._watched_step = trainer.global_step
+            self.beside.step()
+            self._log_heads(trainer)
         if self.tracker is None or trainer.global_step == self.tracker.num_steps:
             return  # gradients are still being accumulated
         # Lightning counts the steps of all optimisers; numbers, log and resuming go by its count.
@@ -156,6 +171,11 @@ class WellcondCallback(Measuring, pl.Callback):
         self.measure_step()
         if trainer.global_step % trainer.log_every_n_steps == 0 or self.logs_when_measured:
             self._log(trainer)
+
+    def _log_heads(self, trainer: Any) -> None:
+        for step, numbers in self.beside.new_numbers():
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=step)
 
     def _log(self, trainer: Any) -> None:
         numbers = self.new_summary()
@@ -165,6 +185,8 @@ class WellcondCallback(Measuring, pl.Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure the last step, and log what is left."""
+        self.beside.end()
+        self._log_heads(trainer)
         if self.tracker is not None:
             self.measure_last()
             self._log(trainer)

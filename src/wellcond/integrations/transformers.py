@@ -32,6 +32,7 @@ from wellcond.conditioning.checkpoint import (
     write_raw,
 )
 from wellcond.errors import CheckpointMismatchError, WeightError, needs_extra
+from wellcond.integrations.beside import Beside
 from wellcond.integrations.common import (
     Choice,
     Measuring,
@@ -174,6 +175,11 @@ class WellcondCallback(Measuring, TrainerCallback):
     Args:
         batch: what the model is called with to measure it, kept for the whole run; by default the first samples of the
             training data. Needed where these cannot be read by number.
+        measure: False not to measure.
+        monitor: True, or options of `AttentionMonitor`: every head is read from the passes that the training makes,
+            into ``monitor.jsonl`` of the output folder and all loggers.
+        clip: `tau` of `QKClip`, or its options: the largest logit that is left alone.
+        alarms: True for alarms in the log, or what `Alarms` sends them to; needs `monitor`.
         per_layer: summaries of each layer as well as of the model.
         export: folder, inside the output folder, for an `export` at the end of training.
         **options: of `ConditionTracker`: `every`, `weights_every`, `budget`, `samples`, `heads`, `sites`, ...
@@ -184,9 +190,19 @@ class WellcondCallback(Measuring, TrainerCallback):
     """
 
     def __init__(
-        self, batch: Any = None, *, per_layer: bool = False, export: str | None = None, **options: Any
+        self,
+        batch: Any = None,
+        *,
+        measure: bool = True,
+        monitor: bool | Mapping[str, Any] = False,
+        clip: float | Mapping[str, Any] | None = None,
+        alarms: Any = False,
+        per_layer: bool = False,
+        export: str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(batch, per_layer, options)
+        super().__init__(batch, per_layer, options, measure=measure)
+        self.measure, self.beside = measure, Beside(monitor, clip, alarms)
         if export is not None and not isinstance(export, str):
             raise ValueError(f"export: expected the name of a folder inside the output folder, got {export!r}")
         self.export_folder = export
@@ -216,9 +232,13 @@ class WellcondCallback(Measuring, TrainerCallback):
                 stacklevel=2,
             )
         folder = Path(args.output_dir) if state.is_world_process_zero else None
-        with without_mixed_precision(model):
-            self.begin(model, lambda: self._probe(model, args, parts["train_dataloader"]), folder, state.global_step)
-        self._log(state)
+        if self.measure:
+            with without_mixed_precision(model):
+                self.begin(
+                    model, lambda: self._probe(model, args, parts["train_dataloader"]), folder, state.global_step
+                )
+            self._log(state)
+        self.beside.begin(parts["model"], parts.get("optimizer"), folder, state.global_step)
 
     def _check_resumed(self, model: nn.Module, state: Any) -> None:
         """Raise if the checkpoint is of another conditioning, which `Trainer` would only report."""
@@ -248,6 +268,10 @@ class WellcondCallback(Measuring, TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Measure what is due; measurements within a budget are logged when `Trainer` logs."""
+        self.beside.step()
+        self._log_heads(state)
+        if not self.measure:
+            return
         with without_mixed_precision(unwrap(parts["model"])):
             self.measure_step()
         if control.should_log or self.logs_when_measured:
@@ -262,10 +286,26 @@ class WellcondCallback(Measuring, TrainerCallback):
         """Log what is left, and export."""
         self._close(parts["model"])
         self._log(state)
+        self.beside.end()
+        self._log_heads(state)
         if self.export_folder is not None and (state.is_world_process_zero or is_sharded(unwrap(parts["model"]))):
             export(self._trainer or parts["model"], Path(args.output_dir, self.export_folder))
 
+    def _log_heads(self, state: Any) -> None:
+        """Numbers of heads go to loggers alone: not to the console, nor to the trainer's history."""
+        trainer, readings = self._trainer, self.beside.new_numbers()
+        if trainer is None or not state.is_world_process_zero:
+            return
+        for step, numbers in readings:
+            with without_callbacks(trainer, PrinterCallback, ProgressCallback, WellcondCallback):
+                logged = {**numbers, "wellcond/monitored_step": float(step)}
+                due = trainer.control.should_log
+                trainer.callback_handler.on_log(trainer.args, state, trainer.control, logged)
+                trainer.control.should_log = due
+
     def _close(self, model: nn.Module) -> None:
+        if not self.measure:
+            return
         with without_mixed_precision(unwrap(model)):
             self.measure_last()
 

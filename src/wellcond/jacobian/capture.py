@@ -261,11 +261,11 @@ def why_site_is_not_plain(site: AttentionSite) -> str:
         f"queries and keys are normalised ({site.qk_norm})": site.qk_norm is not None,
         "heads are mixed (talking heads)": site.talking_heads,
     }
-    said = [reason for reason, holds in reasons.items() if holds]
-    said += site.modifiers
-    if not said and site.scale is None:
-        said = ["its scale is not known"]
-    return "; ".join(said)
+    against = [reason for reason, holds in reasons.items() if holds]
+    against += site.modifiers
+    if not against and site.scale is None:
+        against = ["its scale is not known"]
+    return "; ".join(against)
 
 
 def _describe(site: AttentionSite, call: SiteRecord, max_samples: int | None) -> CapturedAttention:

@@ -56,13 +56,9 @@ class ChannelHead(JacobianOperator):
 
     Attributes:
         x: tokens (N, D).
-        w_q: what plays the query, (C, D).
-        w_k: what plays the key, (E, D).
-        w_v: what plays the value, (E, D).
+        w_q, w_k, w_v: what plays the query (C, D), the key and the value (E, D).
         scale: tau.
-        b_q: bias of the query, and so on.
-        b_k: see above.
-        b_v: see above.
+        b_q, b_k, b_v: their biases.
         normalise: columns of Q and K are divided by max(|.|, eps).
         eps: as in `torch.nn.functional.normalize`.
         biases: biases count as parameters.

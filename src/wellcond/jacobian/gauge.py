@@ -20,9 +20,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.gram import in_float32, parameter_gram, pull_back, push_forward, table
 from wellcond.jacobian.head import Head, JacobianFactors, compressed
 from wellcond.jacobian.operator import GramSteps
+from wellcond.jacobian.softmax import in_float32, parameter_gram, pull_back, push_forward, table
 from wellcond.linalg.spectrum import row_space
 
 SCHUR_ROWS = 1024  # of the lower triangle that are updated together

@@ -32,8 +32,8 @@ from wellcond.linalg.spectrum import cast_to_float64, move_to, singular_values
 
 CHUNK_BYTES = 64 * 2**20
 NAMES = ("x", "q", "py", "m", "b", "p", "k", "v")
-TENSORS = ("x", "w_q", "w_k", "w_v", "mask", "y", "b_q", "b_k", "b_v", "p")
-GROUPED = {"w_q": 3, "b_q": 2, "mask": 3, "p": 3}  # dimensions with the axis of a group of query heads, which may lack
+TENSORS = ("x", "w_q", "w_k", "w_v", "mask", "y", "b_q", "b_k", "b_v")
+GROUPED = {"w_q": 3, "b_q": 2, "mask": 3}  # dimensions with the axis of a group of query heads, which may lack
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,9 @@ class Head:
         b_q: query bias, (d) or (g, d).
         b_k: key bias, (d).
         b_v: value bias, (dv).
-        p: attention probabilities, N x M or (g, N, M), if they come from elsewhere (measured, or another logit rule).
-            Their zeros are taken as masked.
 
     Raises:
-        ValueError: shapes that do not fit, probabilities that are not.
+        ValueError: shapes that do not fit.
         WeightError: entries that are not finite, or a token that is masked from everything (its softmax is NaN).
 
     Example:
@@ -77,7 +75,6 @@ class Head:
     b_q: Tensor | None = None
     b_k: Tensor | None = None
     b_v: Tensor | None = None
-    p: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Take to float64, to the device of the tokens, and check shapes and values."""
@@ -166,8 +163,6 @@ class Head:
 
     def probabilities(self) -> Tensor:
         """P, (g, N, M)."""
-        if self.p is not None:
-            return self.p.expand(*self.query_weights.shape[:-2], -1, -1)
         return self._softmax
 
     @cached_property
@@ -176,7 +171,7 @@ class Head:
 
     def log_probabilities(self) -> Tensor:
         """Logarithm of P, finite where P underflows (a logit gap of 800 is e^-800); -inf where it is masked."""
-        return self.probabilities().log() if self.p is not None else self.logits().log_softmax(-1)
+        return self.logits().log_softmax(-1)
 
     def output(self) -> Tensor:
         """P V, (g, N, dv)."""
@@ -196,10 +191,9 @@ def _check(head: Head) -> None:
         raise ValueError(f"queries and keys differ in width: {head.w_q.shape[-2]} and {head.w_k.shape[0]}")
     _check_biases(head)
     shape = (head.num_tokens, head.memory.shape[0])
-    for name, matrix in (("mask", head.mask), ("p", head.p)):
-        if matrix is not None and (tuple(matrix.shape[-2:]) != shape or matrix.dim() > 3):
-            raise ValueError(f"expected {name} of shape {shape} (or one per query head), got {tuple(matrix.shape)}")
     if head.mask is not None:
+        if tuple(head.mask.shape[-2:]) != shape or head.mask.dim() > 3:
+            raise ValueError(f"expected mask of shape {shape} (or one per query head), got {tuple(head.mask.shape)}")
         if bool(torch.isnan(head.mask).any()) or bool((head.mask == torch.inf).any()):
             raise ValueError("mask: expected finite numbers and -inf, found NaN or +inf")
         dead = (head.mask == -torch.inf).all(-1)
@@ -208,8 +202,6 @@ def _check(head: Head) -> None:
             raise WeightError(
                 f"mask: tokens {rows[:8]} may attend to nothing (masked throughout), so their softmax is not defined"
             )
-    if head.p is not None and not bool((head.p >= 0).all() and ((head.p.sum(-1) - 1).abs() < 1e-6).all()):
-        raise ValueError("expected the rows of p to be probabilities: non-negative, with sum 1")
 
 
 def _check_biases(head: Head) -> None:

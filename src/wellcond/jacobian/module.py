@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -71,7 +71,7 @@ class BatchAxis:
     count: int
 
     def rows(self, samples: Sequence[int], total: int) -> Tensor | None:
-        """Rows of these samples among all `total` rows that the call puts out; None if they cannot be told apart.
+        """Rows of these samples among all `total` rows that the call puts out; None if they cannot be distinguished.
 
         They are in the order in which a call on these samples alone has them.
         """
@@ -83,19 +83,22 @@ class BatchAxis:
         ).flatten()
 
 
-def batch_axis(site: AttentionSite, call: SiteRecord, num_tokens: Collection[int]) -> BatchAxis:
-    """The batch of a call: (B, N, D) or maps (B, D, h, w), or (N, B, D).
+def batch_axis(captured: CapturedAttention) -> BatchAxis:
+    """The batch of a captured call, plain or not: (B, N, D) or maps (B, D, h, w), or (N, B, D).
 
     A module may say so itself (`batch_first`), else the numbers of query and key tokens tell, as far as they are known.
     What has no batch, (N, D), is one sample.
     """
+    call, site = captured.call, captured.site
+    assert call is not None
+    num_tokens = [tokens.shape[1] for tokens in (captured.x, captured.memory) if tokens is not None]
     first = first_tensor((*call.args, *call.kwargs.values()))
     if first is None or first.dim() < 3:
         return BatchAxis(0, 1)
-    said = getattr(site.module, "batch_first", None)
+    batch_first = getattr(site.module, "batch_first", None)
     transposed = first.shape[0] in num_tokens and first.shape[1] not in num_tokens
-    if isinstance(said, bool):
-        transposed = not said
+    if isinstance(batch_first, bool):
+        transposed = not batch_first
     axis = int(transposed and first.dim() == 3)
     return BatchAxis(axis, first.shape[axis])
 
@@ -267,17 +270,6 @@ def _grad(output: Tensor, inputs: tuple[Tensor, ...], weight: Tensor | None, **o
     )
 
 
-def num_samples(captured: CapturedAttention) -> int:
-    """Samples (or windows) that a captured call of an attention, plain or not, was given at once."""
-    return _batch_of(captured).count
-
-
-def _batch_of(captured: CapturedAttention) -> BatchAxis:
-    assert captured.call is not None
-    seen = [tokens.shape[1] for tokens in (captured.x, captured.memory) if tokens is not None]
-    return batch_axis(captured.site, captured.call, seen)
-
-
 def _close(mine: Tensor, theirs: Tensor) -> bool:
     return mine.shape == theirs.shape and bool((mine - theirs).norm() <= 1e-9 * theirs.norm())
 
@@ -311,14 +303,9 @@ class ModuleJacobian(JacobianOperator):
     ) -> None:
         """Copy the module of a captured call, and check that the copy gives what the model gave.
 
-        Args:
-            captured: the attention and its call.
-            kv_head: number of the key/value head.
-            samples: only the outputs of these samples of the call (`num_samples`); all by default. Where the module
-                gives the same for them by themselves, it is run on them only.
-            alone: run it on them only in any case: attention that depends on the rest of the batch then gives other
-                outputs than in it.
-            query_head: one of the query heads by itself.
+        `samples` are those of the call (`batch_axis`) whose outputs count; all by default. Where the module gives the
+        same for them by themselves, or if `alone`, it is run on them only: attention that depends on the rest of the
+        batch then gives other outputs than in it. `query_head` takes one of the query heads by itself.
 
         Raises:
             ValueError: the attention was not called.
@@ -348,8 +335,8 @@ class ModuleJacobian(JacobianOperator):
             for slot, rows in zip(self._slots, self._rows, strict=True)
         ]
         self._weights = self.w_q, self.w_k, self.w_v = heads[0], heads[1][0], heads[2][0]
-        self.samples: list[int] | None = None
-        self._batch = _batch_of(captured)
+        self._batch = batch_axis(captured)
+        self.samples = list(range(self._batch.count))
         self._kept: Tensor | None = None
         with torch.no_grad():
             everything = self._all_heads(self.w_q, self.w_k, self.w_v)
@@ -366,9 +353,9 @@ class ModuleJacobian(JacobianOperator):
         outside = [sample for sample in samples if not 0 <= sample < self._batch.count]
         if outside:
             raise IndexError(f"{self.site.name}: expected a sample below {self._batch.count}, got {outside[0]}")
-        if samples == list(range(self._batch.count)):
+        if samples == self.samples:
             return everything
-        whole, self.samples = self._replica, samples
+        self.samples, whole = samples, self._replica
         # As many samples as tokens: the shape does not say which axis is which, but running it does.
         for batch in (self._batch, BatchAxis(1 - self._batch.axis, self._batch.count)):
             self._replica = whole.only(samples, batch)
@@ -421,7 +408,7 @@ class ModuleJacobian(JacobianOperator):
         if tokens is None:  # used by other means than one call of its module: nothing is known
             return slot.in_features
         batch = self._batch
-        if self.samples is not None and tokens.dim() > batch.axis and tokens.shape[batch.axis] == batch.count:
+        if tokens.dim() > batch.axis and tokens.shape[batch.axis] == batch.count:
             tokens = tokens.index_select(batch.axis, torch.tensor(self.samples, device=tokens.device))
         tokens = tokens.movedim(1, -1) if is_map(slot, tokens) else tokens
         return numerical_rank(as_double(tokens).reshape(-1, slot.in_features))
@@ -522,7 +509,7 @@ class ModuleJacobian(JacobianOperator):
     @property
     def batch_size(self) -> int:
         """Products that are computed together: the attention maps of all of them fit in `BATCH_BYTES`."""
-        rows = self.num_rows if self._kept is None else self._batch.count * self.num_rows // len(self.samples or [0])
+        rows = self.num_rows if self._kept is None else self._batch.count * self.num_rows // len(self.samples)
         maps = 8 * self.site.num_heads * rows * max(rows, self._replica.width)
         return max(1, min(LARGEST_BATCH, BATCH_BYTES // maps))
 

@@ -91,8 +91,8 @@ class JacobianSpectrum:
     """Extreme singular values of an attention head's parameter Jacobian, and how they are known.
 
     `status` is ``exact`` (to rounding), ``estimate`` (only the certified interval is sure) or ``numerically singular``
-    (the smallest singular value could not be told from zero). A condition number is infinite only where the rank is
-    deficient; where its size was not resolved it is NaN, and `smallest_kappa` and `largest_kappa` enclose it.
+    (the smallest singular value could not be distinguished from zero). A condition number is infinite only where the
+    rank is deficient; where its size was not resolved it is NaN, and `smallest_kappa` and `largest_kappa` enclose it.
     """
 
     convention: Convention

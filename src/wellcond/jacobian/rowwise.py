@@ -37,11 +37,11 @@ from torch import Tensor
 
 from wellcond.errors import WeightError
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis, judge_head, map_statistics
-from wellcond.jacobian.gram import output_gram
 from wellcond.jacobian.head import Head, JacobianFactors, compressed, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.operator import GramOperator, GramSteps, Hints, JacobianOperator, Side
 from wellcond.jacobian.ranks import RankBound, counted_biases, wide_shape
 from wellcond.jacobian.rowwise_rank import rowwise_rank_bound
+from wellcond.jacobian.softmax import output_gram
 from wellcond.linalg.lanczos import largest_eigenvalues
 from wellcond.linalg.spectrum import default_rtol, singular_values, spectrum
 

@@ -7,7 +7,7 @@ registered) is believed only if it has the output and the derivative of the modu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,7 @@ from wellcond.errors import WellcondError
 from wellcond.jacobian.capture import CapturedAttention
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
-from wellcond.jacobian.module import ModuleJacobian, num_samples
+from wellcond.jacobian.module import ModuleJacobian, batch_axis
 from wellcond.jacobian.operator import JacobianOperator, ProjectedHeads
 from wellcond.jacobian.rowwise import RowwiseHead
 from wellcond.jacobian.softmax import SoftmaxJacobian
@@ -41,25 +41,6 @@ class SelectedOperator:
     diagnose: Callable[[], HeadDiagnosis] | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """A head whose operator is wanted.
-
-    Attributes:
-        captured: its attention.
-        module: the operator that differentiates the module itself.
-        kv_head: number of the key/value head.
-        samples: samples of the batch that make one Jacobian.
-        biases: biases count as parameters.
-    """
-
-    captured: CapturedAttention
-    module: ModuleJacobian
-    kv_head: int
-    samples: Sequence[int]
-    biases: bool
-
-
 @dataclass(frozen=True)
 class ApproximatedMap:
     """The softmax that an attention approximates."""
@@ -69,18 +50,19 @@ class ApproximatedMap:
     """Relative difference, in the Frobenius norm, of what stands in its place; None where the module computes it."""
 
 
-Build = Callable[[Request], SelectedOperator | None]
+Build = Callable[[ModuleJacobian, bool], SelectedOperator | None]
 Approximated = Callable[[CapturedAttention, int], ApproximatedMap | None]
 BUILDERS: dict[str, Build] = {}
 APPROXIMATED: dict[str, Approximated] = {}
 
 
 def register_operator(*kinds: str, approximated: Approximated | None = None) -> Callable[[Build], Build]:
-    """Decorator: use a function to build the operators of attentions of these kinds (`AttentionSite.kind`).
+    """Decorator: use a function to build the operators of attention layers of these kinds (`AttentionSite.kind`).
 
-    The function gets a `Request` and returns a `SelectedOperator`, or None where it does not apply. The operator has an
-    ``output()`` beside its other members: it is believed only if this and a product with J J^T are the module's own.
-    `approximated` is asked for the softmax that such an attention approximates.
+    The function gets the operator that differentiates the module itself (with its layer, head and samples), and whether
+    biases count as parameters. It returns a `SelectedOperator`, or None where it does not apply. Its operator has an
+    ``output()`` too, and is believed only if this and a product with J J^T are the module's own. `approximated` is
+    asked for the softmax that such an attention approximates.
     """
 
     def register(build: Build) -> Build:
@@ -119,7 +101,7 @@ def parts_of(captured: CapturedAttention, grouped: str) -> list[Part]:
 
 def samples_of(captured: CapturedAttention, asked: int, combine: str) -> list[list[int]]:
     """Samples that make one Jacobian: all of them (``stack``), or each (``mean``)."""
-    count = captured.num_samples if captured.is_plain else min(asked, num_samples(captured))
+    count = captured.num_samples if captured.is_plain else min(asked, batch_axis(captured).count)
     return [list(range(count))] if combine == "stack" else [[sample] for sample in range(count)]
 
 
@@ -144,11 +126,11 @@ def select_operator(
     kind = captured.site.kind
     alone = kind in ALONE and len(samples) == 1
     module = ModuleJacobian(captured, kv_head, samples=samples, alone=alone, query_head=query_head)
-    build, request = BUILDERS.get(kind), Request(captured, module, kv_head, samples, False)
-    candidate = None if build is None else build(request)
+    build = BUILDERS.get(kind)
+    candidate = None if build is None else build(module, False)
     if build is not None and candidate is not None and _agree(candidate.operator, module):
         # With biases as parameters the module cannot be asked; without them it could, and agreed.
-        found = build(replace(request, biases=True)) if biases else candidate
+        found = build(module, True) if biases else candidate
         if found is not None:
             return found
     left_out = "; biases are not counted" if biases else ""
@@ -180,23 +162,23 @@ def _close(mine: Tensor, theirs: Tensor, rtol: float) -> bool:
 
 
 @register_operator("cross_covariance", "channel")
-def _channel(request: Request) -> SelectedOperator | None:
-    site, x, samples = request.captured.site, request.captured.x, request.samples
+def _channel(jacobian: ModuleJacobian, biases: bool) -> SelectedOperator | None:
+    site, x, samples = jacobian.site, jacobian.captured.x, jacobian.samples
     if x is None or len(samples) > 1 or samples[0] >= len(x):
         return None
     module: Any = site.module
     temperature = getattr(module, "temperature", None)
     scale = site.scale
     if isinstance(temperature, Tensor):
-        scale = float(temperature.detach().flatten()[request.kv_head])
+        scale = float(temperature.detach().flatten()[jacobian.kv_head])
     elif scale is None:  # DaViT's second version scales by the number of tokens
         scale = x.shape[1] ** -0.5
     operator = ChannelHead(
         x[samples[0]].cpu().double(),
         scale=scale,
         normalise=site.kind == "cross_covariance",
-        biases=request.biases,
-        **_weights(site, request.kv_head),
+        biases=biases,
+        **_weights(site, jacobian.kv_head),
     )
     how = f"structured: {site.kind.replace('_', '-')} attention"
     return SelectedOperator(operator, how)
@@ -214,15 +196,15 @@ def _weights(site: AttentionSite, kv_head: int) -> dict[str, Any]:
 
 
 @register_operator("softmax")
-def _rowwise(request: Request) -> SelectedOperator | None:
-    site = request.captured.site
+def _rowwise(module: ModuleJacobian, biases: bool) -> SelectedOperator | None:
+    site = module.site
     try:
-        operator = trace_rowwise(request.module, biases=request.biases)
+        operator = trace_rowwise(module, biases=biases)
     except (NotTracedError, WellcondError, RuntimeError, ValueError, IndexError):  # the graph may be of any shape
         return None
-    said = ["rotary"] if site.rotary else []
-    said += [f"{site.qk_norm} norm on queries and keys"] if site.qk_norm else []
-    said += site.modifiers
+    parts = ["rotary"] if site.rotary else []
+    parts += [f"{site.qk_norm} norm on queries and keys"] if site.qk_norm else []
+    parts += site.modifiers
     diagnose = operator.diagnose if isinstance(operator, RowwiseHead) else None
-    how = f"structured: {', '.join(said) or 'row-wise softmax'}"
+    how = f"structured: {', '.join(parts) or 'row-wise softmax'}"
     return SelectedOperator(operator, how, diagnose)

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from wellcond.errors import NotDefinedError
 from wellcond.jacobian.diagnosis import norm_bound
-from wellcond.jacobian.gram import explicit_jacobian, table
 from wellcond.jacobian.head import CHUNK_BYTES, Head, JacobianFactors, build_factors, stack_factors
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side
 from wellcond.jacobian.ranks import RankBound, stack_rank_bound
-from wellcond.jacobian.softmax import SoftmaxJacobian, dense_jacobian
+from wellcond.jacobian.softmax import SoftmaxJacobian, dense_jacobian, explicit_jacobian, table
 
 
 def stacked_jacobian(operator: JacobianOperator) -> StackedJacobian:

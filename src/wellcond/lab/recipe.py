@@ -131,7 +131,7 @@ class TunedSettings(Settings):
     """Values of fields that a search found for methods, and where its record is."""
 
     record: str
-    """Folder of the comparison whose tuning.json has the search."""
+    """The comparison with the search: a folder, or a packed file without its ending."""
     settings: tuple[str, ...] = ()
     """Fields that the search set to other values than the recipe, as ``path.to.field=value``."""
     values: dict[str, dict[str, Any]] = Field(default_factory=dict)

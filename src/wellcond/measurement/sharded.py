@@ -84,7 +84,7 @@ def _plain_or_conditioned_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _check_head_count(site: AttentionSite) -> None:
-    """Refuse a module that was told to split into its own process's heads: with whole weights it computes nonsense."""
+    """Refuse a module that counts the heads of its own process only: with whole weights it computes nonsense."""
     if not is_distributed(site.q.parameter):
         return
     counts = {name: getattr(site.module, name, site.num_heads) for name in HEADS}

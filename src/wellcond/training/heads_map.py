@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,7 +97,7 @@ def show_map(series: Series, column: str = "max_logit", *, alarms: Sequence[Alar
     names = [name or "(model)" for name, _, _ in found.rows]
     longest = max(len(shades) for _, shades, _ in found.rows)
     room = min(max(map(len, names)), max(12, width - 2 - longest))
-    lines = [f"step {found.step}: {found.words}"[:width], ""]
+    lines = [*textwrap.wrap(f"step {found.step}: {found.words}", width), ""]
     for name, (_, shades, _) in zip(names, found.rows, strict=True):
         short = name if len(name) <= room else f"..{name[-(room - 2) :]}"
         cells = "".join(SHADES[shade] for shade in shades)
@@ -107,7 +108,7 @@ def show_map(series: Series, column: str = "max_logit", *, alarms: Sequence[Alar
     raised = f"{len(alarms)} alarm{'' if len(alarms) == 1 else 's'}" if alarms else "no alarm"
     lines += ["", f"{order}  · not seen; {raised}"]
     for alarm in list(alarms)[-MOST_ALARMS:]:
-        lines.append(f"step {alarm.step}, {alarm.severity}: {alarm.verdict}")
+        lines += textwrap.wrap(f"step {alarm.step}, {alarm.severity}: {alarm.verdict}", width, subsequent_indent="  ")
         lines.append(f"  do: {alarm.remedy}")
     return "\n".join(lines)
 

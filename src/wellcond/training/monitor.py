@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_int
+from wellcond.arguments import check_int, check_number
 from wellcond.attention.checks import Chosen, choose_sites
 from wellcond.attention.find import find_attention
 from wellcond.attention.live import LiveCall, LiveHooks
@@ -23,6 +23,7 @@ from wellcond.linalg.circuits import NUMBERS, circuit_numbers, gram_matrices
 from wellcond.training.alarms import Alarms
 from wellcond.training.columns import CHECK, COLUMNS, TOLERANCE, Column
 from wellcond.training.series import Series, is_first_process
+from wellcond.training.turns import JACOBIAN_COLUMNS, OneHeadAtATime
 
 WEIGHT_COLUMNS = (*NUMBERS, "weight_change")
 SHARE = "attention_share"
@@ -65,6 +66,8 @@ class _Flush:
     step: int
     tables: list[Tensor]
     grams: list[dict[str, Tensor]]
+    measured: dict[str, Tensor]
+    """Columns of the host's own."""
     ready: list[Any] = field(default_factory=list)
     """Events of the devices that copy."""
 
@@ -101,6 +104,8 @@ class AttentionMonitor:
         file: of JSON lines to write, one per step and layer; ``wellcond watch`` and ``wellcond doctor`` read it. Only
             the first process writes.
         alarms: `Alarms`, to be asked after every reading.
+        jacobian: share of the training time for kappa(X) and kappa(J) of one head at a time, in turn, by `measure`;
+            this needs a batch in `step`, runs the model on it again, and is for one process. 0 by default: never.
         first_step: how many steps were trained before.
         group: processes over which to reduce; all by default. Pipeline stages, which have other layers, need their own.
 
@@ -130,6 +135,7 @@ class AttentionMonitor:
         sites: Chosen | None = None,
         file: str | os.PathLike[str] | None = None,
         alarms: Alarms | None = None,
+        jacobian: float = 0.0,
         first_step: int = 0,
         group: Any = None,
     ) -> None:
@@ -148,6 +154,10 @@ class AttentionMonitor:
         shown = [column.name for column in self._columns if column is not CHECK]
         shown += [SHARE] if self._share else []
         shown += WEIGHT_COLUMNS if weights else []
+        self._turns = None
+        if check_number("jacobian", jacobian, at_least=0.0):
+            self._turns = OneHeadAtATime(self.model, self.sites, jacobian)
+            shown += JACOBIAN_COLUMNS
         self.series = Series([(site.name, site.num_heads) for site in self.sites], shown)
         self._weights = weights
         means = [column.name for column in self._columns if column.reduce == "mean"]
@@ -170,12 +180,17 @@ class AttentionMonitor:
 
     # What the training calls
 
-    def step(self) -> None:
-        """Call once after every step of the optimiser, on every process."""
+    def step(self, batch: Any = None) -> None:
+        """Call once after every step of the optimiser, on every process.
+
+        Args:
+            batch: what the model is called with, where a share of time for `jacobian` was given; it is not kept.
+        """
         self.num_steps += 1
         self._collect()
         if self._armed:
-            self._flush()
+            measured = {} if self._turns is None or batch is None else self._turns.measure(batch)
+            self._flush(measured)
         self._arm()
 
     def discard(self) -> None:
@@ -252,6 +267,24 @@ class AttentionMonitor:
         """
         self._collect()
         return self.series.to_frame()
+
+    def plot(self, column: str = "max_logit", *, kind: str = "map", ax: Any = None) -> Any:
+        """Draw one column: a ``map`` of every head over the steps, or ``curves``, the largest head of each layer.
+
+        Returns: the `Axes`.
+
+        Raises: MissingExtraError if matplotlib is not installed; UnknownChoiceError for a column that does not exist.
+        """
+        from wellcond.training.plot import plot_series
+
+        self._collect()
+        return plot_series(self.series, column, kind, ax)
+
+    def write_layout(self, file: str | os.PathLike[str]) -> None:
+        """Write layouts of panels for TensorBoard and W&B, by layer and column, as JSON."""
+        from wellcond.training.plot import write_layout
+
+        write_layout(self.series, file)
 
     # Hooks
 
@@ -330,12 +363,12 @@ class AttentionMonitor:
 
     # From the device to the host
 
-    def _flush(self) -> None:
+    def _flush(self, measured: dict[str, Tensor]) -> None:
         tables = [buffers.reduce(self.group) for buffers in self._buffers.values()]
         grams = []
         if self._weights and (self.num_steps % self.weights_every == 0 or self.num_steps == self._first_step + 1):
             grams = [gram_matrices({role: slot.read() for role, slot in site.slots.items()}) for site in self.sites]
-        flush = _Flush(self.num_steps, [_to_host(table) for table in tables], [])
+        flush = _Flush(self.num_steps, [_to_host(table) for table in tables], [], measured)
         flush.grams = [{role: _to_host(part) for role, part in of_site.items()} for of_site in grams]
         for device in self._buffers:
             if device.type == "cuda":
@@ -371,7 +404,7 @@ class AttentionMonitor:
         wrong = shown.pop(CHECK.name) > TOLERANCE
         if bool(wrong.any()):
             self._refuse(wrong, shown)
-        shown |= self._of_weights(flush.grams)
+        shown |= self._of_weights(flush.grams) | flush.measured
         missing = torch.full((len(table),), torch.nan, dtype=torch.float64)
         return torch.stack([shown.get(name, missing) for name in self.series.columns], 1).numpy()
 

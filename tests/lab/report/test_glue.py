@@ -119,12 +119,6 @@ def test_what_did_not_finish_is_told_and_in_no_mean(comparison):
     assert "CoLA: of 9 runs 1 diverged; they are in no mean" in notes
 
 
-def test_predictions_that_are_all_equal_are_told(comparison):
-    write_score(comparison / "default/seed0", "stsb", 0, 0.0, constant=1.0)
-    notes = " ".join(scores_table(load_glue(comparison)).notes)
-    assert "all equal (Matthews and correlations are then 0): STS-B 1 of 1" in notes
-
-
 def test_a_folder_without_scores_is_refused(tmp_path):
     folder = write_comparison(tmp_path / "words", [FakeMethod("default", {0: 0.9})])
     for place in (folder, folder / "default/seed0", tmp_path):

@@ -17,7 +17,7 @@ from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
 from wellcond.lab.report.draw import draw_panels, draw_static, log_range
 from wellcond.lab.report.figures import COLUMNS, build_figures, write_csv
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
-from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
+from wellcond.lab.report.table import plain_markdown, table_csv
 from wellcond.lab.report.tables import build_tables
 
 pytest.importorskip("matplotlib")
@@ -93,20 +93,6 @@ def test_every_number_of_the_markdown_is_in_the_tables(usual):
     for figure in build_figures(usual):
         assert f"figures/{figure.name}.svg" in text and f"figures/{figure.name}.csv" in text
     assert "(/" not in text and "http" not in text
-
-
-def test_table_in_two_forms():
-    table = Table("t", "T", ("a", "b"), (("<i>|", "1"),), ("a * note",))
-    assert table_markdown(table).splitlines() == [
-        "| a | b |", "|:---|---:|", r"| &lt;i&gt;\| | 1 |", "", r"- a \* note",
-    ]  # fmt: skip
-    assert list(csv.reader(io.StringIO(table_csv(table)))) == [["a", "b"], ["<i>|", "1"]]
-
-
-def test_columns_without_a_value_are_not_shown():
-    table = Table("t", "T", ("a", "b", "c"), (("x", "–", "1"), ("y", "", "2")), (), frozenset({0, 2}))
-    kept = without_empty_columns(table)
-    assert kept.header == ("a", "c") and kept.rows == (("x", "1"), ("y", "2")) and kept.text_columns == {0, 1}
 
 
 def test_every_table_is_numbers_for_programs(usual):

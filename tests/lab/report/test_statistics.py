@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lab.report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
+from lab.report.fake_runs import FakeMethod, usual_methods, write_comparison
 from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import analyse, required_pairs
 from wellcond.lab.report.statistics import (
@@ -93,10 +93,6 @@ def test_log_summary_counts_what_is_not_finite():
     assert summarise_logs([math.inf]).geometric_mean == math.inf and math.isnan(summarise_logs([]).geometric_mean)
 
 
-def test_interval_and_std_of_few_values():
-    assert Summary({0: 1.0, 1: 2.0}).interval is None and math.isnan(Summary({0: 1.0}).std)
-
-
 def test_diverged_and_unfinished_runs_are_in_no_mean(tmp_path):
     comparison = load(tmp_path, usual_methods())
     assert comparison.results("polar") == {0: 0.915}
@@ -110,12 +106,6 @@ def test_correction_is_over_all_methods(tmp_path):
     found = analyse(comparison).differences
     tested = [d for d in found.values() if d.p is not None]
     assert [d.p_holm for d in tested] == pytest.approx(holm([d.p for d in tested])) and len(tested) == 3
-
-
-def test_perplexity_is_negated(tmp_path):
-    methods = [FakeMethod("default", {0: 30.0, 1: 31.0, 2: 32.0}), FakeMethod("polar", {0: 28.0, 1: 30.0, 2: 29.0})]
-    comparison = load(tmp_path, methods, metric=PERPLEXITY)
-    assert analyse(comparison).differences["polar"].mean == pytest.approx(2.0)
 
 
 def test_required_pairs_need_both_methods(tmp_path):

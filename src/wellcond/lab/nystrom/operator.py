@@ -16,9 +16,10 @@ from torch import Tensor
 from wellcond.jacobian.capture import CapturedAttention
 from wellcond.jacobian.diagnosis import map_statistics
 from wellcond.jacobian.ends import from_the_right
+from wellcond.jacobian.module import ModuleJacobian
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, Triangle, TriangleHint
 from wellcond.jacobian.ranks import RankBound
-from wellcond.jacobian.select import ApproximatedMap, Request, SelectedOperator, register_operator
+from wellcond.jacobian.select import ApproximatedMap, SelectedOperator, register_operator
 from wellcond.lab.nystrom.head import Moving, NystromHead, Reach
 from wellcond.linalg.spectrum import resolve_rank, row_space
 
@@ -285,12 +286,12 @@ def nystrom_map(captured: CapturedAttention, index: int, sample: int = 0) -> App
 
 
 @register_operator("nystrom", approximated=nystrom_map)
-def nystrom_operator(request: Request) -> SelectedOperator | None:
+def nystrom_operator(module: ModuleJacobian, biases: bool) -> SelectedOperator | None:
     """The structured operator of one head on one sample; None for biases, another class or several samples."""
-    captured = request.captured
-    if request.biases or len(request.samples) > 1 or not _approximates(captured):
+    captured = module.captured
+    if biases or len(module.samples) > 1 or not _approximates(captured):
         return None
-    head = nystrom_head(captured, request.kv_head, request.samples[0])
+    head = nystrom_head(captured, module.kv_head, module.samples[0])
     if head is None:
         return None
     # Layer-normed tokens have mean zero but for the model's own rounding, which must not count as a direction.

@@ -162,13 +162,15 @@ def analyse(comparison: Comparison) -> Analysis:
         made = statistics.correct(statistics.compare_paired(*one, higher_is_better=better) for one in known)
         found |= dict(zip(same, made, strict=True))
     return Analysis(
-        comparison, unit, summaries,
+        comparison,
+        unit,
+        summaries,
         differences={pair[0]: found[pair] for pair in pairs if pair[1] == baseline},
         required=[found[pair] for pair in required],
         margin=summaries[baseline].std,
         matchings=match_methods(comparison, unit),
         heads={method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods},
-    )  # fmt: skip
+    )
 
 
 def required_pairs(comparison: Comparison) -> list[tuple[str, str]]:

@@ -141,9 +141,15 @@ class Pen:
                 marked = "o" if len(x) <= MOST_MARKED else None
                 places = [f"{text}\n{x_label} {a:g}\n{panel.y_label} {b:.4g}" for a, b in zip(x, y, strict=True)]
                 ax.plot(
-                    x, y, color=colour, linestyle=dashes if count else "--", lw=1.6 if count else 1.0,
-                    marker=marked, ms=3.2 if count else 2.0, gid=self.note(place, text, places if marked else ()),
-                )  # fmt: skip
+                    x,
+                    y,
+                    color=colour,
+                    linestyle=dashes if count else "--",
+                    lw=1.6 if count else 1.0,
+                    marker=marked,
+                    ms=3.2 if count else 2.0,
+                    gid=self.note(place, text, places if marked else ()),
+                )
                 values += y
         ax.set_xlabel(_tidy(cut(x_label, 48)))
         ax.set_ylabel(_tidy(cut(panel.y_label, 48)))
@@ -193,9 +199,13 @@ class Pen:
                 reached, y = math.isfinite(value), at + gap * (number - middle)
                 label = f"{series}, seed {seed}: {f'{value:.5g}' if reached else 'never'}"
                 ax.plot(
-                    value if reached else target, y, marker="o" if reached else ">", ms=4.5 if reached else 8,
-                    gid=self.note(place, label, [label]), **dots,
-                )  # fmt: skip
+                    value if reached else target,
+                    y,
+                    marker="o" if reached else ">",
+                    ms=4.5 if reached else 8,
+                    gid=self.note(place, label, [label]),
+                    **dots,
+                )
         ax.set_xlabel(_tidy(cut(panel.y_label, 48)))
         ax.yaxis.set_ticks(range(len(bars)), [_tidy(cut(name)) for name in bars])
         ax.set_ylim(len(bars) - 0.5, -0.5)

@@ -160,40 +160,80 @@ def build_figures(analysis: Analysis) -> list[Figure]:
     inexact = f"; {count:.0f} are not exact (an estimate, or singular as far as float64 can tell)" if count else ""
     gradients = {role: curves_of(analysis, "steps", f"grad_norm_{role}") for role in ROLES}
     found = [
-        ("Summary", "differences", "Paired differences",
-         f"To the right of the dotted line is better than {comparison.baseline}; a bar is the 95 % interval of the "
-         "mean, small dots are seeds. A bar across the line is no evidence. A triangle at the edge is a method beyond "
-         "the axis.",
-         [_difference_panel(analysis)]),
-        ("Learning", "learning", "Learning curves",
-         f"{metric.better.capitalize()}; see which method is ahead early and whether the lead lasts. {BAND}",
-         [curve_panel("metric", f"Evaluation: {metric.name}", metric.label, scores),
-          curve_panel("loss", "Evaluation: loss", "loss", curves_of(analysis, "evaluations", "loss")),
-          curve_panel("training_loss", "Training: loss", "loss", curves_of(analysis, "steps", "loss"))]),
-        ("Learning", "gradients", "Gradient norms of the projections",
-         f"A method whose W_Q and W_K lie far below its W_V here hardly learns where to attend. {BAND}",
-         [curve_panel(f"grad_norm_{role}", f"Gradient of W_{role.upper()}", "gradient norm", curves, log=True)
-          for role, curves in gradients.items()]),
-        ("Conditioning", "jacobian", "Condition number of the Jacobian",
-         f"{HEADS} All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo){inexact}. "
-         "What the papers print as a bound is not one: measured values may exceed it. Values beyond 10³⁰⁰ are not "
-         f"drawn. {BAND}",
-         [replace(panel, span=span) for panel in jacobian]),
-        ("Conditioning", "weights", "Condition numbers of the weights, W + C",
-         f"{HEADS} 1 is best; see whether training undoes what a method set up (as the forward uses them). {BAND}",
-         [_measured_panel(analysis, f"kappa_{role}", f"κ of W_{role.upper()}") for role in ROLES]),
-        ("Attention", "attention", "Attention maps",
-         "Means over heads and layers. Entropy 1 is uniform attention, 0 is attention to one token, where the softmax "
-         f"is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself. {BAND}",
-         [_measured_panel(analysis, "normalised_entropy", "Entropy over ln N", "share of ln N"),
-          _measured_panel(analysis, "diagonal_mass", "Diagonal mass", "mean probability"),
-          _measured_panel(analysis, "dead", "Dead heads", "share of heads")]),
-    ]  # fmt: skip
+        (
+            "Summary",
+            "differences",
+            "Paired differences",
+            f"To the right of the dotted line is better than {comparison.baseline}; a bar is the 95 % interval of the "
+            "mean, small dots are seeds. A bar across the line is no evidence. A triangle at the edge is a method "
+            "beyond the axis.",
+            [_difference_panel(analysis)],
+        ),
+        (
+            "Learning",
+            "learning",
+            "Learning curves",
+            f"{metric.better.capitalize()}; see which method is ahead early and whether the lead lasts. {BAND}",
+            [
+                curve_panel("metric", f"Evaluation: {metric.name}", metric.label, scores),
+                curve_panel("loss", "Evaluation: loss", "loss", curves_of(analysis, "evaluations", "loss")),
+                curve_panel("training_loss", "Training: loss", "loss", curves_of(analysis, "steps", "loss")),
+            ],
+        ),
+        (
+            "Learning",
+            "gradients",
+            "Gradient norms of the projections",
+            f"A method whose W_Q and W_K lie far below its W_V here hardly learns where to attend. {BAND}",
+            [
+                curve_panel(f"grad_norm_{role}", f"Gradient of W_{role.upper()}", "gradient norm", curves, log=True)
+                for role, curves in gradients.items()
+            ],
+        ),
+        (
+            "Conditioning",
+            "jacobian",
+            "Condition number of the Jacobian",
+            f"{HEADS} All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo){inexact}. "
+            "What the papers print as a bound is not one: measured values may exceed it. Values beyond 10³⁰⁰ are not "
+            f"drawn. {BAND}",
+            [replace(panel, span=span) for panel in jacobian],
+        ),
+        (
+            "Conditioning",
+            "weights",
+            "Condition numbers of the weights, W + C",
+            f"{HEADS} 1 is best; see whether training undoes what a method set up (as the forward uses them). {BAND}",
+            [_measured_panel(analysis, f"kappa_{role}", f"κ of W_{role.upper()}") for role in ROLES],
+        ),
+        (
+            "Attention",
+            "attention",
+            "Attention maps",
+            "Means over heads and layers. Entropy 1 is uniform attention, 0 is attention to one token, where the "
+            "softmax is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself. "
+            f"{BAND}",
+            [
+                _measured_panel(analysis, "normalised_entropy", "Entropy over ln N", "share of ln N"),
+                _measured_panel(analysis, "diagonal_mass", "Diagonal mass", "mean probability"),
+                _measured_panel(analysis, "dead", "Dead heads", "share of heads"),
+            ],
+        ),
+    ]
     made = [
-        Figure(name, section, title, caption, tuple(panels), comparison.methods, comparison.scale, analysis.unit,
-               bars=name == "differences").drawable()
+        Figure(
+            name,
+            section,
+            title,
+            caption,
+            tuple(panels),
+            comparison.methods,
+            comparison.scale,
+            analysis.unit,
+            bars=name == "differences",
+        ).drawable()
         for section, name, title, caption, panels in found
-    ]  # fmt: skip
+    ]
     return [figure for figure in made if figure.panels]
 
 

@@ -16,9 +16,15 @@ from wellcond.lab.report.table import MISSING, Table, finite_mean, number, plain
 from wellcond.lab.report.tables import NO_METRICS
 
 TITLES = {
-    "mnli": "MNLI", "sst2": "SST-2", "stsb": "STS-B", "rte": "RTE",
-    "qnli": "QNLI", "qqp": "QQP", "mrpc": "MRPC", "cola": "CoLA",
-}  # fmt: skip
+    "mnli": "MNLI",
+    "sst2": "SST-2",
+    "stsb": "STS-B",
+    "rte": "RTE",
+    "qnli": "QNLI",
+    "qqp": "QQP",
+    "mrpc": "MRPC",
+    "cola": "CoLA",
+}
 """Tasks in the order of the papers' tables."""
 AVERAGE = "average"
 METRICS = {"f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman"}
@@ -101,13 +107,22 @@ def statistics_table(scores: GlueScores) -> Table:
         name = "mean of the tasks" if column == AVERAGE else scores.tasks[column].metric.name
         summary = statistics.Summary(scores.values(method, column))
         for d in differences.get((column, method), [statistics.NO_PAIRS]):
-            rows.append({
-                "task": title, "metric": METRICS.get(name, name), "method": method, "n": str(summary.count),
-                "mean": SHOWN.show(summary.mean), "std": SHOWN.show(summary.std), "minus": d.baseline or MISSING,
-                "pairs": str(d.count) if d.baseline else MISSING, "difference": SHOWN.show(d.mean, sign=True),
-                "95 % interval": statistics.interval_cell(d.interval, SHOWN)[0],
-                "p": statistics.show_p(d.p), "p (Holm)": statistics.show_p(d.p_holm),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "task": title,
+                    "metric": METRICS.get(name, name),
+                    "method": method,
+                    "n": str(summary.count),
+                    "mean": SHOWN.show(summary.mean),
+                    "std": SHOWN.show(summary.std),
+                    "minus": d.baseline or MISSING,
+                    "pairs": str(d.count) if d.baseline else MISSING,
+                    "difference": SHOWN.show(d.mean, sign=True),
+                    "95 % interval": statistics.interval_cell(d.interval, SHOWN)[0],
+                    "p": statistics.show_p(d.p),
+                    "p (Holm)": statistics.show_p(d.p_holm),
+                }
+            )
     note = (
         "Differences are paired by seed of pre-training; positive is better. Holm's correction is over all rows of the "
         "tasks, and for the mean over its own rows. Below three pairs there is no interval and no p."

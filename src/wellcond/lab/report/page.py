@@ -30,10 +30,17 @@ from wellcond.lab.report.tables import build_tables
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
 
 TABS = {
-    "Summary": ("summary", "required", "other_metrics"), "Tuning": ("tuning",), "Learning": (),
-    "Matching": ("matching",), "Conditioning": ("conditioning",), "Attention": (), "Cost": ("cost",), "Samples": (),
-    "Detections": (), "Runs": ("statistics", "seeds"),
-}  # fmt: skip
+    "Summary": ("summary", "required", "other_metrics"),
+    "Tuning": ("tuning",),
+    "Learning": (),
+    "Matching": ("matching",),
+    "Conditioning": ("conditioning",),
+    "Attention": (),
+    "Cost": ("cost",),
+    "Samples": (),
+    "Detections": (),
+    "Runs": ("statistics", "seeds"),
+}
 """Tabs of the page, each with its tables; figures name theirs."""
 MOST_SHOWN = 4
 """Values of a setting that differs between runs."""
@@ -134,13 +141,17 @@ def render_markdown(content: Content) -> str:
     """Markdown of a comparison, to stand beside the folders `figures` and `tables`; without figures, to stand alone."""
     comparison, facts = content.analysis.comparison, _facts(content.analysis.comparison)
     lines = [
-        f"# {plain_markdown(comparison.title)}", "", f"**{plain_markdown(bottom_line(content.analysis))}**", "",
+        f"# {plain_markdown(comparison.title)}",
+        "",
+        f"**{plain_markdown(bottom_line(content.analysis))}**",
+        "",
         plain_markdown(
             f"Recipe {facts['Recipe']}; data: {facts['Data']}; judged by {facts['Judged by']}; seeds {facts['Seeds']}."
-        ), "",
+        ),
+        "",
         *(("With plots to point at: [report.html](report.html).", "") if content.figures else ()),
         *((plain_markdown(comparison.notes), "") if comparison.notes else ()),
-    ]  # fmt: skip
+    ]
     if findings := find_findings(content.analysis):
         lines += ["## Findings", "", *(f"- {plain_markdown(finding)}" for finding in findings), ""]
     for table in content.tables:

@@ -102,10 +102,13 @@ def _read_picture(row: Entry) -> Entry:
     if not (jpeg.startswith(b"\xff\xd8\xff") and jpeg.endswith(b"\xff\xd9")):
         raise ValueError("the image is no JPEG, or not all of one")
     return {
-        "title": f"Image {int(row['image_id'])}: {visible(str(row['file_name']))}", "height": height, "width": width,
-        "jpeg": base64.b64encode(jpeg).decode(), "unit": max(height, width) / 400,
+        "title": f"Image {int(row['image_id'])}: {visible(str(row['file_name']))}",
+        "height": height,
+        "width": width,
+        "jpeg": base64.b64encode(jpeg).decode(),
+        "unit": max(height, width) / 400,
         "panels": {"Truth": [_read_object(entry, scored=False) for entry in row["truth"]]},
-    }  # fmt: skip
+    }
 
 
 def _read_object(entry: Entry, *, scored: bool) -> Entry:

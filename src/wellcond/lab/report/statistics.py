@@ -107,9 +107,14 @@ class PairedDifference(Summary):
         """Mean and interval, the latter where there is one; and the numbers for programs."""
         shown, (ends, numbers) = metric.show(self.mean, sign=True), interval_cell(self.interval, metric)
         return f"{shown} {ends}" if self.interval else shown, {
-            "pairs": self.count, "difference": self.mean * metric.scale, "difference_sd": self.std * metric.scale,
-            **numbers, "relative": self.relative, "p": self.p, "p_holm": self.p_holm,
-        }  # fmt: skip
+            "pairs": self.count,
+            "difference": self.mean * metric.scale,
+            "difference_sd": self.std * metric.scale,
+            **numbers,
+            "relative": self.relative,
+            "p": self.p,
+            "p_holm": self.p_holm,
+        }
 
 
 NO_PAIRS = PairedDifference({}, "", "", math.nan)

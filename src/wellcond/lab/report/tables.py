@@ -19,9 +19,15 @@ KAPPA_J = "pseudo_condition_number"
 def build_tables(analysis: Analysis) -> list[Table]:
     """Every table of numbers, in the order in which they are read."""
     tables = [
-        summary_table(analysis), required_table(analysis), other_metrics_table(analysis), matching_table(analysis),
-        conditioning_table(analysis), statistics_table(analysis), seed_table(analysis), cost_table(analysis),
-    ]  # fmt: skip
+        summary_table(analysis),
+        required_table(analysis),
+        other_metrics_table(analysis),
+        matching_table(analysis),
+        conditioning_table(analysis),
+        statistics_table(analysis),
+        seed_table(analysis),
+        cost_table(analysis),
+    ]
     return [table for table in tables if table.rows]
 
 
@@ -55,22 +61,24 @@ def summary_table(analysis: Analysis) -> Table:
         summary, difference = analysis.summaries[method], analysis.difference(method)
         entropy, matching = analysis.attention(method, last=True)[0], analysis.matchings[method]
         slower = finite_mean(step_ratios(comparison, method).values())
-        rows.append({
-            "method": _method(analysis, method),
-            "runs": _outcomes(analysis, method),
-            "learning rate": _number("learning_rate", learning_rate(comparison, method)),
-            f"{metric.label}, mean ± std": summary.cell(metric),
-            f"difference to {comparison.baseline} [95 % interval]": difference.cell(metric),
-            "p (Holm)": show_p(difference.p_holm),
-            "verdict": analysis.verdict(difference),
-            f"{unit}s to match": (
-                matching.show(unit),
-                {f"{unit}s_to_match": matching.mean(unit), "never_reached": matching.censored},
-            ),
-            "κ(J) at end": analysis.last_heads(method).cell("kappa_j"),
-            "entropy / ln N at end": _number("normalised_entropy", entropy, "{:.2f}"),
-            "time of a step": _number("step_time_ratio", slower, "{:.2f} ×"),
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": _method(analysis, method),
+                "runs": _outcomes(analysis, method),
+                "learning rate": _number("learning_rate", learning_rate(comparison, method)),
+                f"{metric.label}, mean ± std": summary.cell(metric),
+                f"difference to {comparison.baseline} [95 % interval]": difference.cell(metric),
+                "p (Holm)": show_p(difference.p_holm),
+                "verdict": analysis.verdict(difference),
+                f"{unit}s to match": (
+                    matching.show(unit),
+                    {f"{unit}s_to_match": matching.mean(unit), "never_reached": matching.censored},
+                ),
+                "κ(J) at end": analysis.last_heads(method).cell("kappa_j"),
+                "entropy / ln N at end": _number("normalised_entropy", entropy, "{:.2f}"),
+                "time of a step": _number("step_time_ratio", slower, "{:.2f} ×"),
+            }
+        )
     return Table.of("summary", "Summary by method", rows, _summary_notes(analysis), (0, 1, 6))
 
 
@@ -146,20 +154,25 @@ def statistics_table(analysis: Analysis) -> Table:
     rows: list[Row] = []
     for method, summary in analysis.summaries.items():
         d, values = analysis.difference(method), summary.values.values()
-        rows.append({
-            "method": (method, {"method": method}),
-            "n": (str(summary.count), summary.cell(metric)[1]),
-            "mean": metric.show(summary.mean), "std": metric.show(summary.std),
-            "min": _scaled("min", min(values, default=math.nan), metric),
-            "max": _scaled("max", max(values, default=math.nan), metric),
-            "pairs": (str(d.count or MISSING), d.cell(metric)[1]),
-            f"difference to {comparison.baseline}": metric.show(d.mean, sign=True),
-            "its std": metric.show(d.std), "relative": show_known(d.relative, "{:+.1%}"),
-            "95 % interval (t)": interval_cell(d.interval, metric),
-            "95 % interval (bootstrap)": interval_cell(d.bootstrap, metric, "bootstrap_"),
-            "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
-            "can show": _scaled("detectable", smallest_detectable(d.std, d.count), metric),
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": (method, {"method": method}),
+                "n": (str(summary.count), summary.cell(metric)[1]),
+                "mean": metric.show(summary.mean),
+                "std": metric.show(summary.std),
+                "min": _scaled("min", min(values, default=math.nan), metric),
+                "max": _scaled("max", max(values, default=math.nan), metric),
+                "pairs": (str(d.count or MISSING), d.cell(metric)[1]),
+                f"difference to {comparison.baseline}": metric.show(d.mean, sign=True),
+                "its std": metric.show(d.std),
+                "relative": show_known(d.relative, "{:+.1%}"),
+                "95 % interval (t)": interval_cell(d.interval, metric),
+                "95 % interval (bootstrap)": interval_cell(d.bootstrap, metric, "bootstrap_"),
+                "p": show_p(d.p),
+                "p (Holm)": show_p(d.p_holm),
+                "can show": _scaled("detectable", smallest_detectable(d.std, d.count), metric),
+            }
+        )
     of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
     note = of_tested if comparison.tested else f"Last {metric.label} of finished runs"
     note += (
@@ -177,12 +190,15 @@ def required_table(analysis: Analysis) -> Table:
     rows: list[Row] = [
         {
             "comparison": (f"{d.method} − {d.baseline}", {"method": d.method, "baseline": d.baseline}),
-            "pairs": str(d.count), f"difference{unit} [95 % interval]": d.cell(metric),
-            "relative": show_known(d.relative, "{:+.1%}"), "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
+            "pairs": str(d.count),
+            f"difference{unit} [95 % interval]": d.cell(metric),
+            "relative": show_known(d.relative, "{:+.1%}"),
+            "p": show_p(d.p),
+            "p (Holm)": show_p(d.p_holm),
             "verdict": analysis.verdict(d),
         }
         for d in analysis.required
-    ]  # fmt: skip
+    ]
     note = (
         "Positive means that the first method is better. Holm's correction is over all pairs with the same second "
         f"method: a difference to {analysis.comparison.baseline} is that of the summary, with the same p."
@@ -198,24 +214,29 @@ def matching_table(analysis: Analysis) -> Table:
         matching, smoothed = analysis.matchings[method], match_method(analysis.comparison, method, smooth=SMOOTH)
         papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
-        rows.append({
-            "method": _method(analysis, method),
-            "paired by seed": (matching.show(unit), {"unit": unit, "mean": matching.mean(unit)}),
-            "never reached": (
-                f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING,
-                {"never_reached": matching.censored, "seeds": len(by_seed)},
-            ),
-            f"earlier than {baseline} itself": matching.gain_cell(),
-            "p (exact, Holm)": (show_p(matching.p_holm), {"p": matching.p, "p_holm": matching.p_holm}),
-            "share of training saved": _number("saving", matching.mean("saving"), "{:.0%}"),
-            "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
-            f"paired, running mean of {SMOOTH}": (smoothed.show(unit), {f"running_mean_{SMOOTH}": smoothed.mean(unit)}),
-            "seconds of training": _number("seconds", matching.mean("seconds") if alone else None),
-            "each seed": (
-                ", ".join(f"{seed}: {show_match(match, unit)}" for seed, match in by_seed) or MISSING,
-                {f"seed_{seed}": getattr(match, unit) for seed, match in by_seed},
-            ),
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": _method(analysis, method),
+                "paired by seed": (matching.show(unit), {"unit": unit, "mean": matching.mean(unit)}),
+                "never reached": (
+                    f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING,
+                    {"never_reached": matching.censored, "seeds": len(by_seed)},
+                ),
+                f"earlier than {baseline} itself": matching.gain_cell(),
+                "p (exact, Holm)": (show_p(matching.p_holm), {"p": matching.p, "p_holm": matching.p_holm}),
+                "share of training saved": _number("saving", matching.mean("saving"), "{:.0%}"),
+                "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
+                f"paired, running mean of {SMOOTH}": (
+                    smoothed.show(unit),
+                    {f"running_mean_{SMOOTH}": smoothed.mean(unit)},
+                ),
+                "seconds of training": _number("seconds", matching.mean("seconds") if alone else None),
+                "each seed": (
+                    ", ".join(f"{seed}: {show_match(match, unit)}" for seed, match in by_seed) or MISSING,
+                    {f"seed_{seed}": getattr(match, unit) for seed, match in by_seed},
+                ),
+            }
+        )
     notes = (
         f"First evaluation as good as the last one of {baseline} with the same seed, in {unit}s; "
         "no interpolation. Seeds that never get there are counted, not averaged; a diverged run never gets there.",
@@ -240,22 +261,25 @@ def conditioning_table(analysis: Analysis) -> Table:
         (first, _), (last, dead) = (analysis.attention(method, last=at_end) for at_end in (False, True))
         known = method != baseline and not pseudo.infinite_share and not base_infinite
         factor = summarise_logs([kappas[seed] / base[seed] for seed in sorted(set(kappas) & set(base)) if known])
-        rows.append({
-            "method": (method, {"method": method}),
-            "κ(J) [95 % interval]": _over_seeds(analysis, method, KAPPA_J, "kappa_j", interval=True),
-            f"factor to {baseline} [95 % interval]": factor.cell("factor", interval=True),
-            "κ(J) finite": (f"{pseudo.finite}/{pseudo.total}", {"finite": pseudo.finite}),
-            "strict κ(J) finite": (
-                f"{strict.finite}/{strict.total}", {"strict_finite": strict.finite, "heads_measured": pseudo.total},
-            ),
-            **{title: _bound_cell(analysis, method, key) for title, key in bounds.items()},
-            **{f"κ of W_{key[-1].upper()}": _over_seeds(analysis, method, key, key) for key in KAPPAS[:3]},
-            "entropy / ln N, start to end": (
-                MISSING if math.isnan(first + last) else f"{first:.2f} → {last:.2f}",
-                {"normalised_entropy_start": first, "normalised_entropy_end": last},
-            ),
-            "dead heads at end": _number("dead_heads", sum(dead) if dead else None, f"{{:.0f}}/{len(dead)}"),
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": (method, {"method": method}),
+                "κ(J) [95 % interval]": _over_seeds(analysis, method, KAPPA_J, "kappa_j", interval=True),
+                f"factor to {baseline} [95 % interval]": factor.cell("factor", interval=True),
+                "κ(J) finite": (f"{pseudo.finite}/{pseudo.total}", {"finite": pseudo.finite}),
+                "strict κ(J) finite": (
+                    f"{strict.finite}/{strict.total}",
+                    {"strict_finite": strict.finite, "heads_measured": pseudo.total},
+                ),
+                **{title: _bound_cell(analysis, method, key) for title, key in bounds.items()},
+                **{f"κ of W_{key[-1].upper()}": _over_seeds(analysis, method, key, key) for key in KAPPAS[:3]},
+                "entropy / ln N, start to end": (
+                    MISSING if math.isnan(first + last) else f"{first:.2f} → {last:.2f}",
+                    {"normalised_entropy_start": first, "normalised_entropy_end": last},
+                ),
+                "dead heads at end": _number("dead_heads", sum(dead) if dead else None, f"{{:.0f}}/{len(dead)}"),
+            }
+        )
     note = (
         "Geometric means over heads and layers at the last measurement of each run, then over seeds; intervals by the "
         "t distribution on log₁₀ of the seeds, from three seeds on. κ(J) is over the non-zero spectrum; the strict "
@@ -314,21 +338,25 @@ def seed_table(analysis: Analysis) -> Table:
             comparison.result.label: _scaled("test", run.test_value, metric),
             "tested step": _number("tested_step", test.get("step"), "{:.9g}"),
         }
-        rows.append({
-            "method": (run.method, {"method": run.method}),
-            "seed": (str(run.seed), {"seed": run.seed}),
-            "status": (run.outcome if run.outcome != "partial" else f"partial ({run.status})",
-                       {"status": run.outcome, "metric": comparison.result.label}),
-            **(scored if tested else {metric.label: last}),
-            "difference": _scaled("difference", pairs.values.get(run.seed, math.nan), metric, sign=True),
-            **({f"last {metric.label}": last} if tested else {}),
-            "loss": _number("loss", run.part("final").get("loss"), "{:.4g}"),
-            f"best {metric.label}": _scaled("best", number(run.part("best").get(metric.name)), metric),
-            "step": _number("step", progress.get("step"), "{:.9g}"),
-            "of": _number("num_steps", progress.get("num_steps"), "{:.9g}"),
-            "seconds": _number("seconds", seconds),
-            "reason": (reason := str(run.record.get("reason") or ""), {"reason": reason}),
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": (run.method, {"method": run.method}),
+                "seed": (str(run.seed), {"seed": run.seed}),
+                "status": (
+                    run.outcome if run.outcome != "partial" else f"partial ({run.status})",
+                    {"status": run.outcome, "metric": comparison.result.label},
+                ),
+                **(scored if tested else {metric.label: last}),
+                "difference": _scaled("difference", pairs.values.get(run.seed, math.nan), metric, sign=True),
+                **({f"last {metric.label}": last} if tested else {}),
+                "loss": _number("loss", run.part("final").get("loss"), "{:.4g}"),
+                f"best {metric.label}": _scaled("best", number(run.part("best").get(metric.name)), metric),
+                "step": _number("step", progress.get("step"), "{:.9g}"),
+                "of": _number("num_steps", progress.get("num_steps"), "{:.9g}"),
+                "seconds": _number("seconds", seconds),
+                "reason": (reason := str(run.record.get("reason") or ""), {"reason": reason}),
+            }
+        )
     note = "A run that diverged shows its last value before it did."
     return Table.of("seeds", "Every run", rows, (note,), (0, 2, len(rows[0]) - 1))
 
@@ -343,13 +371,15 @@ def cost_table(analysis: Analysis) -> Table:
         rate = finite_mean(number(run.record.get("samples_per_second")) for run in alone)
         parts = {part: finite_mean(number(run.part("seconds").get(part)) for run in alone) for part in parts_of_time}
         memory = finite_mean(number(run.record.get("peak_memory_bytes")) / 1e6 for run in runs)
-        rows.append({
-            "method": (method, {"method": method}),
-            "seconds per step": _number("seconds_per_step", finite_mean(map(seconds_per_step, runs))),
-            "relative": _number("relative", finite_mean(step_ratios(comparison, method).values()), "{:.2f} ×"),
-            "samples per second": _number("samples_per_second", rate, "{:.4g}"),
-            **{f"{part}, s": _number(f"{part}_seconds", seconds) for part, seconds in parts.items()},
-            "peak memory, MB": _number("peak_memory_mb", memory, "{:.4g}"),
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": (method, {"method": method}),
+                "seconds per step": _number("seconds_per_step", finite_mean(map(seconds_per_step, runs))),
+                "relative": _number("relative", finite_mean(step_ratios(comparison, method).values()), "{:.2f} ×"),
+                "samples per second": _number("samples_per_second", rate, "{:.4g}"),
+                **{f"{part}, s": _number(f"{part}_seconds", seconds) for part, seconds in parts.items()},
+                "peak memory, MB": _number("peak_memory_mb", memory, "{:.4g}"),
+            }
+        )
     note = f"Means over finished runs; relative is to {comparison.baseline} of the same seed."
     return Table.of("cost", "Cost", rows, (note, *_time_notes(analysis)))

@@ -207,25 +207,27 @@ def tuning_table(tuning: Tuning) -> Table:
         good, best = tuning.good_range(method, field), method.best
         tried = [point.values[field] for point in method.profile(field)]
         lost, edge = sum(point.lost for point in method.points), " (at the edge)" if field in method.at_edge else ""
-        rows.append({
-            "method": (method.label, {"method": method.label}),
-            "field": (field, {"field": field}),
-            "best value": (
-                f"{best.values[field]:.3g}{edge}",
-                {"best": best.values[field], "at_edge": method.at_edge.get(field, ""), "metric": metric.label},
-            ),
-            f"{metric.label}, mean": (metric.show(best.mean), {"mean": best.mean * metric.scale}),
-            "std": (metric.show(best.std), {"sd": best.std * metric.scale}),
-            "values tried": (
-                f"{len(tried)}, {tried[0]:.3g} to {tried[-1]:.3g}",
-                {"values_tried": len(tried), "lowest_tried": tried[0], "highest_tried": tried[-1]},
-            ),
-            "diverged runs": (str(lost), {"diverged": lost}),
-            "within the tolerance": (
-                good.show() if good else MISSING,
-                {"good_low": good.low if good else None, "good_high": good.high if good else None},
-            ),
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": (method.label, {"method": method.label}),
+                "field": (field, {"field": field}),
+                "best value": (
+                    f"{best.values[field]:.3g}{edge}",
+                    {"best": best.values[field], "at_edge": method.at_edge.get(field, ""), "metric": metric.label},
+                ),
+                f"{metric.label}, mean": (metric.show(best.mean), {"mean": best.mean * metric.scale}),
+                "std": (metric.show(best.std), {"sd": best.std * metric.scale}),
+                "values tried": (
+                    f"{len(tried)}, {tried[0]:.3g} to {tried[-1]:.3g}",
+                    {"values_tried": len(tried), "lowest_tried": tried[0], "highest_tried": tried[-1]},
+                ),
+                "diverged runs": (str(lost), {"diverged": lost}),
+                "within the tolerance": (
+                    good.show() if good else MISSING,
+                    {"good_low": good.low if good else None, "good_high": good.high if good else None},
+                ),
+            }
+        )
     notes = [
         f"Scored by the {tuning.scored}, seeds {', '.join(tuning.seeds)}; the best mean was chosen, the smaller value "
         "of equals, and a value at which a run diverged only after all others.",

@@ -25,9 +25,13 @@ GAINS = (
     "they agree if our interval contains the paper's, both as shares of the baseline's error."
 )
 Y_LABELS = {
-    "jacobian": "condition number of J", "loss": "training loss", "match": "to match the default's end",
-    "sigma_min": "smallest singular value", "sigma_max": "largest singular value", "kappa": "condition number",
-}  # fmt: skip
+    "jacobian": "condition number of J",
+    "loss": "training loss",
+    "match": "to match the default's end",
+    "sigma_min": "smallest singular value",
+    "sigma_max": "largest singular value",
+    "kappa": "condition number",
+}
 
 
 def outcome_tables(id: str, entry: Entry, scale: str, records: Collection) -> list[Table]:
@@ -73,15 +77,20 @@ def _table(id: str, entry: Entry, part: Part, records: Collection, notes: list[s
             paper = show_known(value, f"{{:.1f}} (of {', '.join(tasks)})")
         agreement = _agreement(part.share(name, baseline, *tasks), summary.count, metric.error(base), gain)
         judged = gain.count or paper_gain is not None
-        rows.append({
-            "column": (column, {"column": column}), "method": (name, {"row": name}),
-            "paper": (paper, {"paper": value}), "ours": summary.cell(metric),
-            "n": (f"{summary.count}" + (f" + {lost} lost" if lost else ""), {"lost": lost}),
-            "paper's gain": (show_known(paper_gain, "{:+g}"), {"paper_gain": paper_gain}),
-            "our gain [95 % interval]": gain.cell(metric),
-            "p": show_p(gain.p), "p (Holm)": show_p(gain.p_holm),
-            "agreement": (agreement if judged else MISSING, {"agreement": agreement}),
-        })  # fmt: skip
+        rows.append(
+            {
+                "column": (column, {"column": column}),
+                "method": (name, {"row": name}),
+                "paper": (paper, {"paper": value}),
+                "ours": summary.cell(metric),
+                "n": (f"{summary.count}" + (f" + {lost} lost" if lost else ""), {"lost": lost}),
+                "paper's gain": (show_known(paper_gain, "{:+g}"), {"paper_gain": paper_gain}),
+                "our gain [95 % interval]": gain.cell(metric),
+                "p": show_p(gain.p),
+                "p (Holm)": show_p(gain.p_holm),
+                "agreement": (agreement if judged else MISSING, {"agreement": agreement}),
+            }
+        )
     labels = {metric.label for _, _, _, _, summary, metric, _ in found if summary.count}
     label = f" ({labels.pop()})" if len(labels) == 1 else ""
     return Table.of(id.lower(), f"{id}: {entry.title}{label}", rows, notes, (0, 1, 9))
@@ -200,9 +209,16 @@ def _figure_rows(entry: Entry, records: Collection) -> Iterator[dict[str, Cell]]
                 runs = f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}"
                 shown = matching.show(unit), show_known(saving, "saves {:.0%}"), runs, part.show(name, panel) or MISSING
                 yield _figure_row(
-                    panel, f"{unit}s to match", name, *shown, n=count, reached=count - matching.censored,
-                    matched=matching.mean(unit), saving=saving, paper=part.mean(name, (panel,)),
-                )  # fmt: skip
+                    panel,
+                    f"{unit}s to match",
+                    name,
+                    *shown,
+                    n=count,
+                    reached=count - matching.censored,
+                    matched=matching.mean(unit),
+                    saving=saving,
+                    paper=part.mean(name, (panel,)),
+                )
         else:
             drawn = _panel(entry, panel, stored)
             for name, seeds in drawn.by_series().items():
@@ -212,17 +228,35 @@ def _figure_rows(entry: Entry, records: Collection) -> Iterator[dict[str, Cell]]
                 known = means or [math.inf if infinite else math.nan]
                 start, end = ("> 1e300" if infinite else show(value) for value in (known[0], known[-1]))
                 yield _figure_row(
-                    panel, drawn.y_label, name, start, end, show_seeds(len(own)),
-                    n=len(own), start=known[0], end=known[-1],
-                )  # fmt: skip
+                    panel,
+                    drawn.y_label,
+                    name,
+                    start,
+                    end,
+                    show_seeds(len(own)),
+                    n=len(own),
+                    start=known[0],
+                    end=known[-1],
+                )
 
 
 def _figure_row(
-    panel: str, quantity: str, series: str, start: str = MISSING, end: str = MISSING, runs: str = "no runs",
-    paper: str = MISSING, /, **numbers: str | float | None,
-) -> dict[str, Cell]:  # fmt: skip
+    panel: str,
+    quantity: str,
+    series: str,
+    start: str = MISSING,
+    end: str = MISSING,
+    runs: str = "no runs",
+    paper: str = MISSING,
+    /,
+    **numbers: str | float | None,
+) -> dict[str, Cell]:
     return {
-        "panel": (panel, {"panel": panel}), "quantity": (quantity, {"quantity": quantity}),
-        "series": (series, {"series": series}), "start, or when matched": (start, numbers), "end, or saving": end,
-        "runs": runs, "paper": paper,
-    }  # fmt: skip
+        "panel": (panel, {"panel": panel}),
+        "quantity": (quantity, {"quantity": quantity}),
+        "series": (series, {"series": series}),
+        "start, or when matched": (start, numbers),
+        "end, or saving": end,
+        "runs": runs,
+        "paper": paper,
+    }

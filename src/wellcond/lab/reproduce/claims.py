@@ -238,9 +238,13 @@ def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Test:
 
 
 def decide(
-    difference: PairedDifference, metric: Metric, base: Mapping[int, float], paper: float | None,
-    lost: tuple[int, int] = (0, 0), claimed: Word = "better",
-) -> Verdict:  # fmt: skip
+    difference: PairedDifference,
+    metric: Metric,
+    base: Mapping[int, float],
+    paper: float | None,
+    lost: tuple[int, int] = (0, 0),
+    claimed: Word = "better",
+) -> Verdict:
     """Judge a corrected difference, given the values of the second method and diverged runs of both.
 
     The paper's gain is a share of its baseline's error, None if it has no number; `claimed` agrees with the paper.

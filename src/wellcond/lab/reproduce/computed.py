@@ -116,10 +116,13 @@ def static_tables(kind: str, scale: str) -> Iterator[Table]:
     if kind in ("memory", "cost"):
         weights, outputs = ("3Dd", 3 * width * d), ("3Nd", 3 * n * d)
         formulas: dict[str, tuple[Formula, Formula]] = {
-            "trainable parameters": (weights, weights), "gradient storage": (weights, weights),
-            "correction matrices": (("-", None), ("one constant", None)), "activations": (outputs, outputs),
-            "peak memory of tensors, bytes": (UNKNOWN, UNKNOWN), "time, microseconds": (UNKNOWN, UNKNOWN),
-        }  # fmt: skip
+            "trainable parameters": (weights, weights),
+            "gradient storage": (weights, weights),
+            "correction matrices": (("-", None), ("one constant", None)),
+            "activations": (outputs, outputs),
+            "peak memory of tensors, bytes": (UNKNOWN, UNKNOWN),
+            "time, microseconds": (UNKNOWN, UNKNOWN),
+        }
         rows = [_row("elements", name, *both, [form[name] for form in counted]) for name, both in formulas.items()]
         yield Table.of("s-t8", "S-T8: memory of one attention head", rows, (note,))
     if kind in ("flops", "cost"):

@@ -194,8 +194,15 @@ def draw_rates(analyses: Mapping[str, Analysis]) -> Figure:
     columns = min(3, len(analyses))
     rows = math.ceil(len(analyses) / columns)
     figure, panels = subplots(rows, columns, 3.5 * columns, 2.4 * rows)
-    shown = ["default(library=true)", "default", "gaussian", "conditioned", "default+set(optimizer.name=muon)", STRONG,
-             f"{STRONG}+conditioned"]  # fmt: skip
+    shown = [
+        "default(library=true)",
+        "default",
+        "gaussian",
+        "conditioned",
+        "default+set(optimizer.name=muon)",
+        STRONG,
+        f"{STRONG}+conditioned",
+    ]
     for panel in panels.flat[len(analyses) :]:
         panel.axis("off")
     for panel, (task, analysis) in zip(panels.flat, analyses.items(), strict=False):
@@ -205,9 +212,15 @@ def draw_rates(analyses: Mapping[str, Analysis]) -> Figure:
             found = [method for method in tuning.methods if method.label == label.replace(STRONG, comparison.baseline)]
             for method in found:
                 points = method.profile("optimizer.lr")
-                panel.plot([point.values["optimizer.lr"] for point in points],
-                           [tuning.metric.scale * point.mean for point in points], "o-", ms=3, lw=1.3, color=colour,
-                           label=words(method.label, comparison.baseline))  # fmt: skip
+                panel.plot(
+                    [point.values["optimizer.lr"] for point in points],
+                    [tuning.metric.scale * point.mean for point in points],
+                    "o-",
+                    ms=3,
+                    lw=1.3,
+                    color=colour,
+                    label=words(method.label, comparison.baseline),
+                )
         panel.set(xscale="log", title=TASKS[task], xlabel="learning rate", ylabel=tuning.metric.label)
         if not tuning.metric.higher_is_better:
             panel.set_yscale("log")
@@ -241,8 +254,15 @@ def draw_methods(analyses: Mapping[str, Analysis]) -> Figure:
             place = max(-1.0, min(1.0, math.log2(ratio) / 2))  # a quarter to four times
             shade = colours(0.5 + 0.4 * place) if certain else "0.94"
             axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, color=shade, lw=0))
-            axes.text(column, row, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}", ha="center", va="center",
-                      fontsize=8, color="black" if certain else "0.4")  # fmt: skip
+            axes.text(
+                column,
+                row,
+                f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="black" if certain else "0.4",
+            )
     axes.set(xlim=(-0.5, len(analyses) - 0.5), ylim=(len(methods) - 0.5, -0.5))
     axes.set_xticks(range(len(analyses)), [TASKS[task].replace(", ", ",\n") for task in analyses], fontsize=7.5)
     axes.set_yticks(range(len(methods)), methods)
@@ -272,12 +292,14 @@ def table_of(task: str, analysis: Analysis) -> list[str]:
     tuned = {method.label: method for method in tuning.methods}
     order = sorted(comparison.methods, key=lambda method: error_of(comparison, method))
     lines = [
-        f"## {TASKS[task]}", "",
-        f"{comparison.title}. Strong default: `{strong}`. [The runs]({task}.jsonl)", "",
+        f"## {TASKS[task]}",
+        "",
+        f"{comparison.title}. Strong default: `{strong}`. [The runs]({task}.jsonl)",
+        "",
         f"| start | rate | {metric.label} | better than the strong default by [95 % interval] | p (Holm) | lost over "
         "the rates |",
         "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for method in order:
         values = [metric.scale * value for value in comparison.results(method).values()]
         mean = math.fsum(values) / len(values)
@@ -301,8 +323,12 @@ def table_of(task: str, analysis: Analysis) -> list[str]:
 
 def tables_markdown(analyses: Mapping[str, Analysis]) -> str:
     """tables.md: pairs of methods, then every method of every task."""
-    head = ["# Every method on every task", "", "Made by `wellcond claims results`; how it was done is in "
-            "[README.md](README.md).", ""]  # fmt: skip
+    head = [
+        "# Every method on every task",
+        "",
+        "Made by `wellcond claims results`; how it was done is in [README.md](README.md).",
+        "",
+    ]
     tables = [line for task, analysis in analyses.items() for line in table_of(task, analysis)]
     return "\n".join([*head, *answers(analyses), *tables])
 
@@ -310,19 +336,30 @@ def tables_markdown(analyses: Mapping[str, Analysis]) -> str:
 def answers(analyses: Mapping[str, Analysis]) -> list[str]:
     """The pairs that the questions of results/README.md are about, task by task."""
     pairs: Sequence[tuple[str, str]] = (
-        ("default", "default(library=true)"), ("gaussian", "default"), ("conditioned", "default"),
-        ("conditioned", "gaussian"), ("conditioned", "mimetic"), ("balanced", "default"),
+        ("default", "default(library=true)"),
+        ("gaussian", "default"),
+        ("conditioned", "default"),
+        ("conditioned", "gaussian"),
+        ("conditioned", "mimetic"),
+        ("balanced", "default"),
         ("identity(lam=10)", "default"),
-        ("default+set(optimizer.name=muon)", "default"), (STRONG, "default"), (f"{STRONG}+gaussian", STRONG),
-        (f"{STRONG}+conditioned", STRONG), (f"{STRONG}+conditioned", f"{STRONG}+gaussian"),
-        (CALIBRATED, "default"), (CALIBRATED, STRONG), (CALIBRATED, "default+set(optimizer.name=muon)"),
-    )  # fmt: skip
+        ("default+set(optimizer.name=muon)", "default"),
+        (STRONG, "default"),
+        (f"{STRONG}+gaussian", STRONG),
+        (f"{STRONG}+conditioned", STRONG),
+        (f"{STRONG}+conditioned", f"{STRONG}+gaussian"),
+        (CALIBRATED, "default"),
+        (CALIBRATED, STRONG),
+        (CALIBRATED, "default+set(optimizer.name=muon)"),
+    )
     lines = [
-        "## Pairs", "",
-        "Share of the second one's error that the first removes, in percent [95 % interval], by task.", "",
+        "## Pairs",
+        "",
+        "Share of the second one's error that the first removes, in percent [95 % interval], by task.",
+        "",
         "| first over second | " + " | ".join(TASKS[task] for task in analyses) + " |",
         "|---" * (len(analyses) + 1) + "|",
-    ]  # fmt: skip
+    ]
     for first, second in pairs:
         row = []
         for analysis in analyses.values():

@@ -150,12 +150,15 @@ def plan_table(plan: Plan) -> Table:
     """`--dry-run`: what a plan would run."""
     rows: list[dict[str, Cell]] = [
         {
-            "study": study.name, "recipe": f"{study.recipe.scale}/{study.settings.recipe}",
+            "study": study.name,
+            "recipe": f"{study.recipe.scale}/{study.settings.recipe}",
             "methods": ", ".join(method.label for method in study.methods),
-            "seeds": ", ".join(map(str, study.seeds)), "runs": str(study.runs), "to do": str(study.missing),
+            "seeds": ", ".join(map(str, study.seeds)),
+            "runs": str(study.runs),
+            "to do": str(study.missing),
         }
         for study in plan.studies
-    ]  # fmt: skip
+    ]
     to_do = f"{plan.missing} of {plan.runs} runs to do." if plan.runs else "It is computed, without runs."
     rates = [f"{study.name}: {study.rates.note}" for study in plan.studies if study.rates.unsearched]
     return Table.of("plan", plan.title, rows, (*plan.left_out, *rates, to_do), (0, 1, 2, 3))
