@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 from wellcond.errors import DataError, RecipeError, needs_extra
 from wellcond.files import read_regular
 from wellcond.lab.data.base import Dataset, listed
-from wellcond.lab.data.disk import cached_folder, contents, find_in_mirror, find_path, in_a_mirror
+from wellcond.lab.data.disk import cached_folder, contents, find_in_mirror, in_a_mirror
 from wellcond.lab.data.tables import HUB_ID
 from wellcond.lab.data.text import Ids, id_type, text_columns, text_fingerprint
 from wellcond.lab.settings import Settings
@@ -39,42 +39,25 @@ class TrainedTokenizer(Settings):
     """Only the first so many documents are looked at; null: all."""
 
 
-class TokenizerFile(Settings):
+class NamedTokenizer(Settings):
     """A tokeniser that exists."""
 
-    file: str
-    """tokenizer.json, or a folder with it or with vocab.json and merges.txt; from the recipe's folder, or by name in a
-    mirror."""
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
-    """Refuses any tokeniser but that of this fingerprint."""
-
-
-class NamedTokenizer(Settings):
-    """A tokeniser of the hub, such as openai-community/gpt2."""
-
     name: str
-    """A folder, from the recipe's folder or by name in a mirror, or else an id of the hub."""
+    """tokenizer.json, or a folder with it or with vocab.json and merges.txt, from the recipe's folder or by name in a
+    mirror; or else an id of the hub, such as openai-community/gpt2."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
     """Refuses any tokeniser but that of this fingerprint."""
-
-
-CHOICES = {"train": TrainedTokenizer, "file": TokenizerFile, "name": NamedTokenizer}
 
 
 def _choose(raw: Any) -> Any:
-    kinds = [kind for key, kind in CHOICES.items() if isinstance(raw, dict) and key in raw]
-    if len(kinds) == 1:
-        return kinds[0].model_validate(raw)
-    if raw == "bytes" or isinstance(raw, tuple(CHOICES.values())):
+    if isinstance(raw, dict) and ("train" in raw) != ("name" in raw):
+        return (TrainedTokenizer if "train" in raw else NamedTokenizer).model_validate(raw)
+    if raw == "bytes" or isinstance(raw, (TrainedTokenizer, NamedTokenizer)):
         return raw
-    raise ValueError(
-        "expected bytes, {train: wordpiece or bpe, vocabulary: 4096}, {name: FOLDER OR ID OF THE HUB} or {file: PATH}"
-    )
+    raise ValueError("expected bytes, {train: wordpiece or bpe, vocabulary: 4096} or {name: FOLDER OR ID OF THE HUB}")
 
 
-TokenizerChoice = Annotated[
-    Literal["bytes"] | TrainedTokenizer | TokenizerFile | NamedTokenizer, BeforeValidator(_choose)
-]
+TokenizerChoice = Annotated[Literal["bytes"] | TrainedTokenizer | NamedTokenizer, BeforeValidator(_choose)]
 """Field type of a task."""
 
 
@@ -169,16 +152,10 @@ def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, ba
     if isinstance(choice, TrainedTokenizer):
         assert train is not None
         return trained_tokenizer(choice, train, what)
-    if isinstance(choice, TokenizerFile):
-        where, tokenizer = (
-            choice.file,
-            read_tokenizer(find_path(choice.file, base or Path.cwd(), "task.tokenizer.file")),
-        )
-    else:
-        where, tokenizer = choice.name, _read_named(choice.name, base or Path.cwd())
+    tokenizer = _read_named(choice.name, base or Path.cwd())
     if choice.sha256 not in (None, tokenizer.fingerprint):
         raise RecipeError(
-            f"task.tokenizer.sha256: {where} is another tokeniser: expected {choice.sha256}, found "
+            f"task.tokenizer.sha256: {choice.name} is another tokeniser: expected {choice.sha256}, found "
             f"{tokenizer.fingerprint}"
         )
     return tokenizer
@@ -186,14 +163,14 @@ def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, ba
 
 def _read_named(name: str, base: Path) -> LibraryTokenizer:
     local = base / Path(name).expanduser()
-    found = local if local.is_dir() else find_in_mirror(name)
+    found = local if local.exists() else find_in_mirror(name)
     if found is not None:
         return read_tokenizer(found)
     if HUB_ID.fullmatch(name):
         return _from_transformers(name, f"a folder {name} {in_a_mirror()}, or access to the hub (no HF_HUB_OFFLINE)")
     raise DataError(
-        f"{name}: there is no such tokeniser.",
-        expected=f"an id of the hub such as openai-community/gpt2, or a folder, here or {in_a_mirror()}",
+        f"task.tokenizer.name: no such file or folder: {name}",
+        expected=f"a folder or tokenizer.json, here or {in_a_mirror()}, or an id such as openai-community/gpt2",
         found=contents(local.parent),
     )
 

@@ -13,13 +13,17 @@ def load(base=None, **fields):
     return load_data(resolve_config(fields), base=base)
 
 
-def failure(base=None, **fields):
-    """Message of the error that loading must raise."""
+def refusal(base=None, **fields):
+    """The error that loading must raise."""
     with pytest.raises(DataError) as caught:
         load(base, **fields)
-    message = str(caught.value)
-    assert "expected: " in message and "found: " in message
-    return message
+    assert caught.value.expected and caught.value.found
+    return caught.value
+
+
+def failure(base=None, **fields):
+    """Message of the error that loading must raise."""
+    return str(refusal(base, **fields))
 
 
 def write_jsonl(path, rows):

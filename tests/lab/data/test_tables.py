@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from lab.data.helpers import failure, load, write_csv, write_features, write_jsonl, write_parquet
+from lab.data.helpers import failure, load, refusal, write_csv, write_features, write_jsonl, write_parquet
 from wellcond.errors import DataError
 from wellcond.lab.data import fingerprint
 
@@ -248,37 +248,39 @@ def test_missing_text_names_the_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("train", "evaluation", "message"),
+    ("train", "evaluation", "file", "row"),
     [
-        ([0, 1], [1, 2], "evaluation.jsonl, row 1 (the first is 0): the label is not a class"),
-        ([0, 1], [-1], "evaluation.jsonl, row 0 (the first is 0): the label is not a class"),
-        ([0, 0.5], [0], "train.jsonl, row 0 (the first is 0): the label is not a class"),
-        ([[0], [1]], [0], "train.jsonl, row 0 (the first is 0): the label is not a class"),
-        ([0, None], [0], "train.jsonl, row 1 (the first is 0): the label is not a class"),
-        (["a", ""], ["a"], "train.jsonl, row 1 (the first is 0): the label is not a class"),
-        (["b", "a"], ["a", "c"], "evaluation.jsonl, row 1 (the first is 0): the label is not a class of the training"),
-        (["b", "a"], [0], "evaluation.jsonl, row 0 (the first is 0): the label is not a class of the training"),
-        ([0, 1], ["a"], "evaluation.jsonl, row 0 (the first is 0): the label is not a class of the training"),
+        ([0, 1], [1, 2], "evaluation", 1),
+        ([0, 1], [-1], "evaluation", 0),
+        ([0, 0.5], [0], "train", 0),
+        ([[0], [1]], [0], "train", 0),
+        ([0, None], [0], "train", 1),
+        (["a", ""], ["a"], "train", 1),
+        (["b", "a"], ["a", "c"], "evaluation", 1),
+        (["b", "a"], [0], "evaluation", 0),
+        ([0, 1], ["a"], "evaluation", 0),
     ],
 )
-def test_wrong_labels_name_file_row_and_value(tmp_path, train, evaluation, message):
+def test_wrong_labels_name_file_row_and_value(tmp_path, train, evaluation, file, row):
     for name, labels in (("train", train), ("evaluation", evaluation)):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"text": "x", "label": label} for label in labels])
-    found = failure(tmp_path, source="files", train="train.jsonl", evaluation="evaluation.jsonl")
-    assert found.startswith(f"{tmp_path}/{message}")
+    error = refusal(tmp_path, source="files", train="train.jsonl", evaluation="evaluation.jsonl")
+    assert error.problem.startswith(f"{tmp_path}/{file}.jsonl") and error.row == row
+    assert error.found != "" and "in column 'label'" in error.expected
 
 
 @pytest.mark.parametrize(
-    ("train", "evaluation", "message"),
+    ("train", "evaluation", "file", "row"),
     [
-        (["0", "1", ""], ["0"], "train.csv, row 2 (the first is 0): the label is not a class"),
-        (["0", "1"], ["1", "one"], "evaluation.csv, row 1 (the first is 0): the label is not a class"),
+        (["0", "1", ""], ["0"], "train", 2),
+        (["0", "1"], ["1", "one"], "evaluation", 1),
     ],
 )
-def test_wrong_labels_in_csv_name_the_row(tmp_path, train, evaluation, message):
+def test_wrong_labels_in_csv_name_the_row(tmp_path, train, evaluation, file, row):
     for name, labels in (("train", train), ("evaluation", evaluation)):
         write_csv(tmp_path / f"{name}.csv", ["text", "label"], [["x", label] for label in labels])
-    assert message in failure(tmp_path, source="files", train="train.csv", evaluation="evaluation.csv")
+    error = refusal(tmp_path, source="files", train="train.csv", evaluation="evaluation.csv")
+    assert error.problem.startswith(f"{tmp_path}/{file}.csv") and error.row == row
 
 
 def test_names_that_look_like_numbers_in_one_split_stay_names(tmp_path):

@@ -102,6 +102,10 @@ def vocabulary(folder):
     return folder
 
 
+def weight_sums(model):
+    return [parameter.detach().double().abs().sum() for parameter in model.parameters() if parameter.requires_grad]
+
+
 @pytest.mark.parametrize("name", PAPER)
 def test_a_paper_recipe_makes_two_updates(name, tmp_path):
     (tmp_path / "set").mkdir()
@@ -118,7 +122,7 @@ def test_a_paper_recipe_makes_two_updates(name, tmp_path):
     task = prepare_task(shallow, seed=0, base=base)
     model = prepare_model(shallow, MethodSettings.model_validate("conditioned"), task, seed=0, base=base).train()
     optimizer = shallow.optimizer.build(model)
-    before = [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]
+    before = weight_sums(model)
     for step in range(2):
         keys = [(sample % len(task.train), step) for sample in range(2 + task.following)]
         batch = task.training_batch(task.train.fetch(keys), step, 0)
@@ -127,6 +131,6 @@ def test_a_paper_recipe_makes_two_updates(name, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         assert loss.isfinite()
-    after = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert all(value.isfinite().all() for value in after)
-    assert any(not value.equal(old) for value, old in zip(after, before, strict=True))
+    after = weight_sums(model)
+    assert all(value.isfinite() for value in after)
+    assert any(value != old for value, old in zip(after, before, strict=True))

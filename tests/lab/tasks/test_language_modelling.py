@@ -140,7 +140,7 @@ def test_training_stops_at_a_limit_and_evaluation_does_not():
         (["", " \n"], {"tokenizer": BPE}, "the text does not give a bpe tokeniser"),
         (["", " \n"], {}, "some, training split: there is no text"),
         (["ab"], {}, "at least one block of 4 tokens and what is predicted from it, found 3"),
-        (["ab"], {"tokenizer": {"file": "nowhere"}}, "nowhere: no such file or folder"),
+        (["ab"], {"tokenizer": {"name": "no/where/x"}}, "no such file or folder: no/where/x"),
     ],
 )
 def test_text_that_does_not_suit_is_refused(documents, fields, message):

@@ -61,6 +61,8 @@ def _read_lines(file: Path, parse: Callable[[bytes], Row], expected: str) -> Ite
                     f"{file}, line {number}: the row cannot be used.",
                     expected=expected,
                     found=f"{line.decode('utf-8', 'replace').rstrip()[:60]!r}; {type(error).__name__}: {error}",
+                    path=file,
+                    row=number,
                 ) from error
             done += len(line)
             if number % 1000 == 0:

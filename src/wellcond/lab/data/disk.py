@@ -61,7 +61,7 @@ def require(path: Path, kind: str = "file", expected: str = "this part of the da
     """The path if there is a file, or a folder, or either; DataError if not."""
     exists = {"file": path.is_file, "folder": path.is_dir}.get(kind, path.exists)
     if not exists():
-        raise DataError(f"{path}: no such {kind}.", expected=expected, found=contents(path.parent))
+        raise DataError(f"{path}: no such {kind}.", expected=expected, found=contents(path.parent), path=path)
     return path
 
 

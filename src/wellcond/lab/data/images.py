@@ -64,6 +64,7 @@ def read_image(file: str | Path, *, within: Path | None = None) -> bytes:
             f"{file}: the image cannot be opened.",
             expected="an image file",
             found=f"{type(error).__name__}: {error.strerror}",
+            path=file,
         ) from error
 
 

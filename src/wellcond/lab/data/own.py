@@ -7,18 +7,13 @@ name it; `held_data` is what another process needs to be sent.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
-import random
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -26,17 +21,14 @@ from wellcond.errors import DataError
 from wellcond.lab.data.base import (
     Data,
     SourceConfig,
-    TensorDataset,
-    draw_fraction,
-    draw_subset,
     fingerprint,
     listed,
     register_source,
-    report_progress,
     resolve_config,
 )
 from wellcond.lab.data.disk import canonical_json, find_in_mirror
-from wellcond.lab.data.images import has_classes, image_of_array
+from wellcond.lab.data.examples import join_examples
+from wellcond.lab.data.images import has_classes
 from wellcond.lab.data.tables import (
     BUILDERS,
     EVALUATION_SPLITS,
@@ -44,12 +36,9 @@ from wellcond.lab.data.tables import (
     TableConfig,
     TableDataset,
     join_tables,
-    read_classes,
-    read_labels,
     split_of,
     suffix_of,
 )
-from wellcond.lab.seeding import derive
 
 SHARE = 0.1
 """Of the training examples, to evaluate on where no split is given for it."""
@@ -114,7 +103,8 @@ def source_of(data: Any, *, name: str | None = None, **options: Any) -> SourceCo
     if ".py:" in text:
         file, _, function = text.rpartition(":")
         return resolve_config({"source": "factory", "factory": f"{Path(file).resolve()}:{function}", **options})
-    if HUB_ID.fullmatch(text) and (suffix_of(path) not in BUILDERS or find_in_mirror(text)):
+    is_id = HUB_ID.fullmatch(text) and "/" in text and suffix_of(path) not in BUILDERS
+    if is_id or find_in_mirror(text):
         return resolve_config({"source": "hub", "id": text, **options})
     raise DataError(
         f"no such file or folder: {text}",
@@ -227,7 +217,7 @@ def wrap(given: Any, config: OwnConfig, name: str | None = None) -> Data:
         trained = TableDataset(train, name, paths=True)
         evaluated = None if evaluation is None else TableDataset(evaluation, f"{name}, evaluation", paths=True)
         return join_tables(name, "Python", trained, evaluated, tables, config, fraction)
-    return _join_examples(name, train, evaluation, parts, config, fraction)
+    return join_examples(name, train, evaluation, parts, config, fraction)
 
 
 def _parts(given: Any) -> dict[str, Any]:
@@ -243,9 +233,7 @@ def _parts(given: Any) -> dict[str, Any]:
             "These data cannot be used.",
             expected="a torch Dataset with __len__ and __getitem__ (an iterable one has no examples by number, so no "
             "run could be resumed), a `datasets.Dataset`, or a mapping of these by split with one named train",
-            found=", ".join(
-                f"{split}: {part if isinstance(part, str) else type(part).__name__}" for split, part in found.items()
-            ),
+            found=listed(f"{split}: {kind}" for split, kind in found.items()),
         )
     return parts
 
@@ -265,215 +253,3 @@ def _name_of(part: Any) -> str:
         part = part.dataset
     named = getattr(getattr(part, "info", None), "dataset_name", None)
     return str(named or type(part).__name__)
-
-
-# Datasets of torch: an example by number, whatever it is made of
-
-
-@contextlib.contextmanager
-def fixed_randomness(index: int) -> Iterator[None]:
-    """Seed torch, NumPy and `random` by the number of an example, and restore them."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    number = derive(0, "own data", index)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
-@dataclass(frozen=True, eq=False)
-class ExampleDataset:
-    """Examples of a map-style dataset.
-
-    Reading one is seeded by its number: a transform that draws random numbers gives the same example in every epoch and
-    after resuming. Augmentation that differs by epoch is the recipe's.
-    """
-
-    data: Any
-    name: str
-    kind: Literal["image", "text", "tokens"]
-    columns: tuple[Any, ...]
-    """Keys of the inputs in an example, or their places."""
-    labels: Tensor | None = None
-    rows: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.data) if self.rows is None else len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = range(len(self))[index] if self.rows is None else int(self.rows[index])
-        found = _read(self.data, row)
-        values = [_input(found.get(column)) for column in self.columns]
-        if any(kind != self.kind for kind, _ in values):
-            raise DataError(
-                f"{self.locate(row)}: the input is not {self.kind}, as the first example is.",
-                expected=KINDS,
-                found=listed(type(found.get(column)).__name__ for column in self.columns),
-            )
-        keys = ("text", "text_pair") if self.kind == "text" else (self.kind,)
-        example = dict(zip(keys, (value for _, value in values), strict=False))
-        return example if self.labels is None else example | {"label": self.labels[index].item()}
-
-    def content(self, index: int) -> bytes:
-        """The texts in UTF-8, or the values of an image."""
-        example = self[index]
-        if self.kind == "text":
-            return b"\0".join(example[key].encode() for key in ("text", "text_pair") if key in example)
-        value = example[self.kind]
-        value = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-        return str(tuple(value.shape)).encode() + TensorDataset("image", value[None], None).content(0)
-
-    def take(self, rows: Tensor) -> ExampleDataset:
-        """Some of the examples."""
-        labels = None if self.labels is None else self.labels[rows]
-        return replace(self, labels=labels, rows=rows if self.rows is None else self.rows[rows])
-
-    def locate(self, row: int) -> str:
-        """The place of a row, as an error names it."""
-        return f"{self.name}, example {row} (the first is 0)"
-
-
-KINDS = (
-    "an image (PIL, array (height, width, channels) of bytes, or tensor (channels, height, width)), a text, or token "
-    "ids of shape (length,)"
-)
-
-
-def _read(data: Any, row: int) -> dict[Any, Any]:
-    """The parts of an example by key, or by place: those of a tuple, or the example itself at 0."""
-    with fixed_randomness(row):
-        example = data[row]
-    if isinstance(example, Mapping):
-        return dict(example)
-    return dict(enumerate(example)) if isinstance(example, (tuple, list)) else {0: example}
-
-
-def _input(value: Any) -> tuple[str | None, Any]:
-    """What kind of input a value is, none for no input, and the value as tasks read it."""
-    if isinstance(value, str):
-        return "text", value
-    if isinstance(value, np.ndarray) and value.ndim > 1:
-        value = image_of_array(value)
-    if hasattr(value, "getbands"):
-        return "image", value
-    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-    if isinstance(value, Tensor) and value.ndim == 3 and len(value) in (1, 3):
-        return "image", value
-    if isinstance(value, Tensor) and value.ndim == 1 and not value.is_floating_point():
-        return "tokens", value.long()
-    return None, value
-
-
-def _join_examples(
-    name: str, train: Any, evaluation: Any, others: Mapping[str, Any], config: OwnConfig, fraction: float
-) -> Data:
-    first = _read(train, 0) if len(train) else {}
-    label, columns, kind = _columns(first, config, name)
-    names: tuple[str, ...] | None = None
-    classes = None
-    trained = ExampleDataset(train, name, kind, columns)
-    if label is not None:
-        values = _label_values(trained, label)
-        if config.label_kind == "class":
-            names, classes = read_classes(values, _class_names(train, values))
-        trained = replace(trained, labels=read_labels(values, classes, trained.locate, label))
-
-    def dataset(part: Any, split: str) -> ExampleDataset:
-        found = ExampleDataset(part, f"{name}, split {split!r}", kind, columns)
-        if label is None or (split not in ("evaluation", "train") and len(part) and label not in _read(part, 0)):
-            return found
-        return replace(found, labels=read_labels(_label_values(found, label), classes, found.locate, label))
-
-    if evaluation is None:
-        trained, evaluated = draw_fraction(trained, fraction, name)
-    else:
-        evaluated = dataset(evaluation, "evaluation")
-    splits: dict[str, Any] = {
-        "train": draw_subset(trained, config.limit_train),
-        "evaluation": draw_subset(evaluated, config.limit_evaluation),
-        **{split: dataset(part, split) for split, part in others.items()},
-    }
-    size = None
-    if kind == "tokens":
-        splits = {split: _stack_tokens(part) for split, part in splits.items()}
-        size = 1 + max(int(part.inputs.max()) for part in splits.values())
-    trained, evaluated = splits.pop("train"), splits.pop("evaluation")
-    return Data(name, kind, trained, evaluated, names, f"{name} from Python", splits, size)
-
-
-def _columns(first: Mapping[Any, Any], config: OwnConfig, name: str) -> tuple[Any, tuple[Any, ...], Any]:
-    """Of an example: the key of the label, if there is one, the keys of the input, and its kind."""
-    is_tuple = 0 in first
-    label: Any = config.label
-    if label == "auto":
-        usual = (1,) if is_tuple and len(first) == 2 else ("label", "labels")
-        label = next((key for key in usual if key in first), None)
-    usable = [key for key, value in first.items() if key != label and _input(value)[0] is not None]
-    columns = usable if config.input == "auto" else [config.input] if isinstance(config.input, str) else config.input
-    kinds = {_input(first.get(column))[0] for column in columns}
-    if len(kinds) == 1 and kinds <= {"image", "text", "tokens"} and (kinds == {"text"} or len(columns) == 1):
-        if config.input != "auto" or len(columns) == 1:
-            return label, tuple(columns), kinds.pop()
-    raise DataError(
-        f"{name}: which part of an example is the input is not clear.",
-        expected=f"(input, label), or a mapping in which 'input' and 'label' name them; the input is {KINDS}",
-        found=listed(f"{key}: {_shown(value)}" for key, value in first.items()),
-    )
-
-
-def _shown(value: Any) -> str:
-    shape = f" {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else ""
-    return f"{type(value).__name__}{shape}"
-
-
-def _label_values(dataset: ExampleDataset, label: Any) -> list[Any]:
-    """Labels of all examples: what the dataset lists as targets, if the examples agree, or else read one by one."""
-    data, count = dataset.data, len(dataset.data)
-    known = _targets(data)
-    few = range(0, count, max(1, count // 16))
-    if known is not None and all(_plain(_read(data, row).get(label)) == known[row] for row in few):
-        return known
-    values = []
-    for row in range(count):
-        values.append(_plain(_read(data, row).get(label)))
-        if (row + 1) % max(1, count // 100) == 0:
-            report_progress(f"reading labels of {dataset.name}", row + 1, count)
-    return values
-
-
-def _targets(data: Any) -> list[Any] | None:
-    """What a dataset of torchvision, or a part of one, has as `targets` or `labels`."""
-    if type(data).__module__ == "torch.utils.data.dataset" and hasattr(data, "indices"):
-        inner = _targets(data.dataset)
-        return None if inner is None else [inner[index] for index in data.indices]
-    for field in ("targets", "labels", "_labels"):
-        values = getattr(data, field, None)
-        if isinstance(values, (list, tuple, Tensor, np.ndarray)) and len(values) == len(data):
-            return [_plain(value) for value in values]
-    return None
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, (Tensor, np.generic)) and value.ndim == 0 else value
-
-
-def _class_names(data: Any, values: list[Any]) -> list[str] | None:
-    """The names in `classes`, as torchvision has them, if all labels are numbers of them."""
-    while hasattr(data, "dataset") and not hasattr(data, "classes"):
-        data = data.dataset
-    names = getattr(data, "classes", None)
-    numbers = all(isinstance(value, int) and 0 <= value < len(names or ()) for value in values)
-    return list(map(str, names)) if names and numbers else None
-
-
-def _stack_tokens(part: ExampleDataset) -> TensorDataset:
-    """All tokens in one tensor, shorter examples filled up with -1."""
-    rows = [part[index]["tokens"] for index in range(len(part))]
-    return TensorDataset(
-        "tokens", torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1), part.labels
-    )

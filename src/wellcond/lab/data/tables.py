@@ -381,7 +381,10 @@ def _input_kind(table: TableDataset, columns: tuple[str, ...]) -> Literal["image
 
 def _no_value(table: TableDataset, row: int, column: str) -> DataError:
     return DataError(
-        f"{table.locate(row)}: column {column!r} has no value.", expected="a text, an image or a label", found="none"
+        f"{table.locate(row)}: column {column!r} has no value.",
+        expected="a text, an image or a label",
+        found="none",
+        row=row,
     )
 
 

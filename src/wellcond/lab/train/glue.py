@@ -69,7 +69,7 @@ def glue_recipe(record: dict[str, Any], tokenizer: Path, name: str, limit: int |
     size = TINY if config["scale"] == "tiny" else AS_PUBLISHED
     rows = size["rows"] if limit is None else limit or None
     crammed = model["name"] == CRAMMED
-    stored = {"file": tokenizer.name, "sha256": record["tokenizer"]["fingerprint"]}
+    stored = {"name": tokenizer.name, "sha256": record["tokenizer"]["fingerprint"]}
     # With the dropout that classifiers have by default, whatever pre-training did without.
     arguments = {"length" if crammed else "max_position_embeddings": length}
     arguments |= {field: value for field, value in model["arguments"].items() if "dropout" not in field}

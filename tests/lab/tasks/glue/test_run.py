@@ -173,11 +173,11 @@ def test_a_tokeniser_of_a_file_needs_no_text_of_pre_training(pretrained, tmp_pat
     path.rename(tmp_path / "tokenizer.json")
     edit_record(folder, lambda record: record["config"]["data"].update(train="gone.txt"))
     for sha256 in (None, record["tokenizer"]["fingerprint"]):
-        choice = {"file": "tokenizer.json", "sha256": sha256}
+        choice = {"name": "tokenizer.json", "sha256": sha256}
         edit_record(folder, lambda record, choice=choice: record["config"]["task"].update(tokenizer=choice))
         assert read_pretrained(folder, base=tmp_path)[1] == path
         path.unlink()
-    choice = {"file": "tokenizer.json", "sha256": "0" * 64}
+    choice = {"name": "tokenizer.json", "sha256": "0" * 64}
     edit_record(folder, lambda record: record["config"]["task"].update(tokenizer=choice))
     with pytest.raises(RecipeError, match="tokenizer.json is another tokeniser"):
         read_pretrained(folder, base=tmp_path)
