@@ -17,6 +17,7 @@ from lab.report.fake_runs import usual_methods, write_comparison
 from lab.small import SETTINGS
 from wellcond.cli import runs
 from wellcond.cli.main import load_app, main
+from wellcond.lab import comparison, pool
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.models.build import build_model
 from wellcond.lab.pool import Outcome
@@ -41,6 +42,7 @@ CALLS = {
     "selftest": ({}, ["--device", "cpu", "--only", "bfloat16", "-o", "selftest.json", "--force"]),
     "train": ({"recipe": "digits"}, [*SMALL, "-o", "run", "--cpu", "-q"]),
     "compare": ({}, ["--recipe", "digits", *SMALL, "--no-report", "-o", "compared", "--cpu"]),
+    "try": ({"model": "timm:vit_tiny_patch16_224"}, ["--data", "nowhere"]),  # refused, as one message
     "demo": ({}, []),
     "report": ({"folder": "runs"}, ["--no-pictures"]),
     "recipes": ({}, []),
@@ -85,8 +87,9 @@ def check(place, monkeypatch, capsys):
     """Call a command, which must end well or with one message and exit code 2."""
     monkeypatch.chdir(place)
     # The demo has no option that makes it short; all else runs.
-    trains = runs.run_jobs
-    monkeypatch.setattr(runs, "run_jobs", lambda jobs, **o: Outcome() if len(jobs) > 2 else trains(jobs, **o))
+    trains = pool.run_jobs
+    for module in (runs, comparison):
+        monkeypatch.setattr(module, "run_jobs", lambda jobs, **o: Outcome() if len(jobs) > 2 else trains(jobs, **o))
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["wellcond", *arguments])

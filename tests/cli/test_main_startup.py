@@ -5,10 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import wellcond
+from wellcond.cli.measure import CONVENTIONS
+from wellcond.jacobian.problem import Convention
 from wellcond.lab.report.glue import TITLES
 from wellcond.lab.tasks.glue import NAMES
 
@@ -105,6 +108,7 @@ def mistakes():
 
 def test_choices_are_those_of_the_library():
     assert tuple(TITLES) == NAMES  # of GLUE's tasks
+    assert CONVENTIONS == get_args(Convention)
 
 
 def test_importing_wellcond_loads_nothing_and_gives_everything():

@@ -90,16 +90,6 @@ def test_what_leaves_the_problem_as_it_is_keeps_them(tmp_path, change):
     assert list(rates(recipe, "default,identity(lam=10)", tmp_path).values()) == [3e-3, 5e-3]
 
 
-def test_settings_of_the_search_itself_keep_them(tmp_path):
-    searched = FOUND | {"settings": ["model.arguments.depth=1", "data.held_out=0.1"]}
-    text = make_recipe(tuned=searched).model_dump_json(exclude={"methods", "method"})
-    recipe = parse_recipe(text, "mine.yaml", ["model.arguments.depth=1"])
-    assert set(rates(recipe, "default,identity(lam=10)", tmp_path).values()) == {3e-3, 5e-3}
-    note = settle_methods(recipe, parse_methods("default,identity(lam=10)")).note
-    assert "which had model.arguments.depth=1, data.held_out=0.1" in note
-    assert parse_recipe(text, "mine.yaml", ["model.arguments.depth=3"]).tuned.outdated == ("model.arguments",)
-
-
 def test_another_optimiser_drops_them():
     recipe = parse_recipe(text_of(), "mine.yaml", ["optimizer.name=muon"])
     assert recipe.tuned.outdated == ("optimizer.name",)

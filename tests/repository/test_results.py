@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -66,9 +65,7 @@ def test_recipes_carry_the_rates_that_their_records_found(name):
     assert {"default", "conditioned"} <= set(recipe.tuned.values)
 
 
-def test_the_recipe_of_the_demo_ships_its_search():
+def test_the_recipe_of_the_demo_has_a_searched_rate_for_each_method():
     recipe, _ = load_recipe("digits")
     assert {method.canonical() for method in recipe.methods} <= set(recipe.tuned.values)
-    [comparison] = load_comparisons(RESULTS.parent / recipe.tuned.record)
-    shipped = json.loads((resources.files("wellcond.lab") / "recipes/tiny/digits.tuning.json").read_text("utf-8"))
-    assert find_tuning(replace(comparison, search=shipped)) == find_tuning(comparison)
+    assert "calibrated" in {method.canonical() for method in recipe.methods}

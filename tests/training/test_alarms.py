@@ -164,6 +164,7 @@ def test_mistakes_are_named(tmp_path):
         Series.read(tmp_path / "other.jsonl")
 
 
+@pytest.mark.slow
 def test_a_callable_may_act():
     """The rate falls when the alarm comes, and the run that diverges without it stays finite."""
     torch.manual_seed(0)

@@ -326,6 +326,21 @@ def test_an_error_in_the_forward_pass_leaves_no_mode_behind():
     monitor.close()
 
 
+def test_several_monitors_see_the_same():
+    torch.manual_seed(0)
+    model = vit().train()
+    first = wc.AttentionMonitor(model, every=1, weights=False)
+    second = wc.AttentionMonitor(model, every=2, weights=False)
+    for _ in range(2):  # the first one takes its hooks off and puts them on again
+        loss_of(model).backward()
+        first.step()
+        second.step()
+    for monitor in (first, second):
+        monitor.close()
+    assert first.series.steps == second.series.steps == [1, 2]
+    assert torch.equal(torch.tensor(first.series.values), torch.tensor(second.series.values))
+
+
 def test_circuit_numbers_are_those_of_the_products():
     torch.manual_seed(0)
     frame, monitor = read_once(llama(), loss_of)

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import math
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -173,10 +174,21 @@ def column_options(input_column: str | None, label_column: str | None) -> dict[s
     return {name: value for name, value in columns.items() if value is not None}
 
 
-def check_recipe_or_data(recipe: str | None, model: str | None, data: str | None) -> None:
-    """Raise OptionError if there is nothing to make a recipe of."""
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.csv)(?<!\.tsv)(?<!\.txt)(?<!\.json)(?<!\.jsonl)(?<!\.parquet)")
+
+
+def check_parts(
+    recipe: str | None, scale: str | None, changes: Sequence[str] | None, model: str | None, data: str | None
+) -> None:
+    """Raise what is wrong with the parts of a comparison and can be seen before torch is loaded."""
     if recipe is None and data is None:
         raise OptionError("expected --recipe with a name of `wellcond recipes` or a file, or --data of your own")
+    if recipe is not None:
+        from wellcond.lab.load_recipe import check_text
+
+        check_text(recipe, scale, changes or ())
+    if data is not None and not Path(data).expanduser().exists() and ".py:" not in data and not HUB_ID.fullmatch(data):
+        raise OptionError(f"--data: no such file or folder: {data}, and it is no id of the hub such as uoft-cs/cifar10")
     if model is not None:
         check_model(model, {})
 

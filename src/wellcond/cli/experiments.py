@@ -15,7 +15,6 @@ from wellcond.cli import app as cli
 from wellcond.cli.console import echo_json, print_tables
 from wellcond.errors import WellcondError
 from wellcond.files import to_json
-from wellcond.lab.models.build import check_model
 from wellcond.lab.report.table import Cell, Table
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def compare(
     check_choice("engine", engine, ("local", "ray"))
     if engine == "ray" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise cli.OptionError("--engine ray starts its own processes; run the command once, without torchrun")
-    cli.check_recipe_or_data(recipe, model, data)
+    cli.check_parts(recipe, scale, set, model, data)
     from wellcond import lab
     from wellcond.cli.runs import ConsoleWatch
     from wellcond.lab.cluster import RaySettings
@@ -135,7 +134,7 @@ def try_(
     """Does it help your model on your data? Learning rates are searched alike for all methods; resumable."""
     cli.need_train_extra()
     at_once = cli.read_jobs(jobs)
-    check_model(model, {})
+    cli.check_parts(None, None, None, model, data)
     from wellcond import lab
     from wellcond.cli.console import make_console
     from wellcond.cli.runs import ConsoleWatch, tell_end
@@ -172,7 +171,7 @@ def demo(folder: cli.Folder = None, seeds: cli.Seeds = None, jobs: cli.Jobs = "a
 
     place = folder or Path("runs/demo")
     watch = ConsoleWatch(quiet=quiet)
-    result = lab.compare("digits", seeds=numbers, folder=place, at_once=at_once, watch=watch)
+    result = lab.compare("digits", seeds=numbers or 3, folder=place, at_once=at_once, watch=watch)
     raise typer.Exit(_finish(result, as_json=False, quiet=quiet, report=True))
 
 
@@ -196,6 +195,7 @@ def train(
 ) -> None:
     """Train one model with one method and one seed; the same command resumes an interrupted run."""
     cli.need_train_extra()
+    cli.check_parts(recipe, scale, set, model, data)
     from wellcond.cli import runs
     from wellcond.lab.comparison import training_in
     from wellcond.lab.methods import parse_methods

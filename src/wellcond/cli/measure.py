@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.progress import track
 from typer import Option
@@ -15,13 +15,15 @@ from wellcond.cli import app as cli
 from wellcond.cli.console import echo, echo_json, make_console
 from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
-from wellcond.jacobian.problem import Convention
 
 if TYPE_CHECKING:
     from torch import nn
 
     from wellcond.doctor.records import Diagnosis
     from wellcond.measurement.records import MeasurementReport
+
+CONVENTIONS = ("wide", "stack")
+"""Of `wellcond.jacobian.problem`, which loads torch."""
 
 
 @cli.app.command("doctor", rich_help_panel=cli.MODELS)
@@ -91,7 +93,7 @@ def measure(
     force: cli.Force = False,
 ) -> None:
     """Measure every head on an input: condition number of the Jacobian, attention entropy, a verdict."""
-    check_choice("convention", convention, get_args(Convention))
+    check_choice("convention", convention, CONVENTIONS)
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
     cli.check_outputs(output, html, force=force)
     built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)

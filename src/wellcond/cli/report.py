@@ -22,9 +22,18 @@ if TYPE_CHECKING:
     from wellcond.lab.reproduce.plan import PlannedStudy
 
 
+def _must_hold_records(path: Path) -> Path:
+    if not path.is_dir() and not (path.is_file() and path.suffix == ".jsonl"):
+        raise typer.BadParameter(f"expected a folder or a file .jsonl, found {path}, which is neither")
+    return path
+
+
 @cli.app.command("report", rich_help_panel=cli.EXPERIMENTS)
 def report(
-    folder: Annotated[Path, cli.folder_argument(help="A comparison, or a folder with several.")],
+    folder: Annotated[
+        Path,
+        Argument(exists=True, callback=_must_hold_records, help="A comparison, a file .jsonl, or a folder of them."),
+    ],
     pictures: Annotated[bool, Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
     check: Annotated[bool, Option("--check", help="Compare what is committed with what the records give.")] = False,
 ) -> None:

@@ -137,7 +137,7 @@ class Result:
             record = run.record
             part = "test" if self.analysis.comparison.tested else "final"
             scores = {name: value for name, value in (record.get(part) or {}).items() if name != "seconds"}
-            rate = record["config"]["optimizer"]["lr"]
+            rate = record["config"].get("optimizer", {}).get("lr")
             row = {"method": run.method, "seed": run.seed, "status": record["status"], "lr": rate, **scores}
             rows.append(row | {"seconds": sum(record.get("seconds", {}).values())})
         return _import_pandas().DataFrame(rows)

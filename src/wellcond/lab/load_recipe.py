@@ -45,6 +45,12 @@ def load_recipe(
     `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML; before them,
     parts of it are replaced by `changes`. What is wrong can often be seen before torch is imported.
     """
+    fields, base, where = read_fields(name_or_path, scale)
+    return recipe_from(fields, overrides, changes or {}, where), base
+
+
+def read_fields(name_or_path: str, scale: str | None = None) -> tuple[dict[str, Any], Path | None, str]:
+    """The fields of a recipe, the folder of its relative paths, and what messages call it; torch is not needed."""
     where, base = name_or_path, None
     if name_or_path.endswith((".yaml", ".yml")):
         base = Path(name_or_path).parent
@@ -68,7 +74,14 @@ def load_recipe(
     if base is not None and scale not in (None, fields.get("scale")):
         found = fields.get("scale")
         raise RecipeError(f"{where} is a recipe of scale {found!r}, not {scale!r}; leave out --scale")
-    return recipe_from(fields, overrides, changes or {}, where), base
+    return fields, base, where
+
+
+def check_text(name_or_path: str, scale: str | None, overrides: Sequence[str]) -> None:
+    """Raise RecipeError for what is wrong with a recipe's name, its scale or the text of its changes."""
+    fields, _, _ = read_fields(name_or_path, scale)
+    for override in overrides:
+        set_field(fields, override)
 
 
 def recipe_from(fields: dict[str, Any], overrides: Sequence[str], changes: Mapping[str, Any], where: str) -> Recipe:
@@ -81,7 +94,7 @@ def recipe_from(fields: dict[str, Any], overrides: Sequence[str], changes: Mappi
         path = set_field(fields, override)
         changed.add(path.partition(".")[0])
         _forget_searched(fields, path)
-    _note_changes(before, fields, where)
+    _note_changes(before, fields)
     from wellcond.lab.recipe import Recipe
 
     try:
@@ -120,7 +133,7 @@ def _extended(text: str, where: str) -> dict[str, Any]:
         inherited.pop("tuned", None)
     merged = merge(_without_untrue(inherited, set(data)), data)
     if not own:
-        _note_changes(inherited, merged, where)
+        _note_changes(inherited, merged)
         for path, _ in _leaves(data):
             _forget_searched(merged, ".".join(path))
     return merged
@@ -151,25 +164,20 @@ TRAINED = ("task", "data", "model", "proxy", "optimizer", "schedule", "augmentat
 """Parts of a recipe that searched values depend on."""
 
 
-def _note_changes(before: dict[str, Any], after: dict[str, Any], where: str) -> None:
-    """Put into `tuned.changed` the fields that have other values than in the recipe and than in its search."""
+def _note_changes(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Put into `tuned.changed` the fields that have other values than in the recipe."""
     tuned, former = after.get("tuned"), before.get("tuned")
     if not isinstance(tuned, dict) or not isinstance(former, dict):
         return  # none, or what the user sets now; another form is refused when it is validated
-    settings, noted, values = (former.get(key) or [] for key in ("settings", "changed", "values"))
-    if not isinstance(settings, list) or not isinstance(noted, list) or not isinstance(values, dict):
+    noted, values = (former.get(key) or [] for key in ("changed", "values"))
+    if not isinstance(noted, list) or not isinstance(values, dict):
         return
-    searched = copy.deepcopy(before)
-    for override in settings:
-        set_field(searched, str(override), f"{where}: tuned.settings")
-    old, new, other = (
-        dict(_leaves({part: fields.get(part) for part in TRAINED})) for fields in (before, after, searched)
-    )
+    old, new = (dict(_leaves({part: fields.get(part) for part in TRAINED})) for fields in (before, after))
     tuned_fields = {field for found in values.values() if isinstance(found, dict) for field in found}
     changed = [
         ".".join(path[:2])
         for path in {**old, **new}
-        if new.get(path) not in (old.get(path), other.get(path)) and ".".join(path) not in tuned_fields
+        if new.get(path) != old.get(path) and ".".join(path) not in tuned_fields
     ]
     listed = [path for path in dict.fromkeys([*noted, *changed]) if path not in WITHOUT_EFFECT]
     if listed:

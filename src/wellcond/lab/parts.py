@@ -110,6 +110,8 @@ def join_parts(
     elif model is not None:
         word = re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")
         changes["model"] = {"name": model}
+    if model is not None:
+        changes["proxy"] = None  # of the recipe's model
     if source is not None:
         changes["data"] = source.model_dump(mode="json", exclude_defaults=True) | {"source": source.source}
     held = (source, held_data(source)) if isinstance(source, ObjectConfig) else None

@@ -161,8 +161,9 @@ def settle_methods(
             f"that have one ({tuned.record}). To compare each method at its best, {add} {search}"
         )
         return Settled(methods, note, tuple(lacking))
-    other = [*tuned.settings, *(f"other values of {', '.join(tuned.changed)}" for _ in tuned.changed[:1])]
-    where = f"{tuned.record}, which had {', '.join(other)}" if other else tuned.record
+    where = tuned.record
+    if tuned.changed:
+        where += f", which had other values of {', '.join(tuned.changed)}"
     note = f"Each method trains at its searched value of {', '.join(fields)} ({where})"
     return Settled(tuple(recipe.at_tuned(method, but=but) for method in methods), note)
 

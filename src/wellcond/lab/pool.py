@@ -107,7 +107,8 @@ def run_jobs(
             while dispatch.waiting and len(pool.running) < pool.size:
                 if pool.submit(dispatch.waiting[0]):
                     dispatch.waiting.popleft()
-            pool.observe(dispatch.handle)
+            if pool.running:  # none, if the user stopped it between two jobs
+                pool.observe(dispatch.handle)
     return dispatch.outcome
 
 

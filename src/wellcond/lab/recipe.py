@@ -132,12 +132,10 @@ class TunedSettings(Settings):
 
     record: str
     """The comparison with the search: a folder, or a packed file without its ending."""
-    settings: tuple[str, ...] = ()
-    """Fields that the search set to other values than the recipe, as ``path.to.field=value``."""
     values: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Fields and their values by method, in text such as ``conditioned`` or ``identity(lam=1)``."""
     changed: tuple[str, ...] = ()
-    """Fields that have other values than in the recipe and in the search; `load_recipe` fills it in."""
+    """Fields that have other values than in the recipe; `load_recipe` fills it in."""
 
     @field_validator("values")
     @classmethod

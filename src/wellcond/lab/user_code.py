@@ -128,9 +128,11 @@ def choose_arguments(
 def check_method(name: str, options: Mapping[str, Any]) -> None:
     """Raise OptionError for options that a user's method does not take, or that are missing or of another type."""
     function = METHODS[name]
-    own = {key: value for key, value in options.items() if key not in GIVEN}
-    check_names(function, name, {**own, **{key: None for key in GIVEN if key in takes(function)[0]}})
-    check_values(function, name, own)
+    if taken := [key for key in GIVEN if key in options]:
+        raise OptionError(f"{taken[0]} of {name!r} is no option: every run gives its own", found=taken[0])
+    given = dict.fromkeys(key for key in GIVEN if key in takes(function)[0])
+    check_names(function, name, {**options, **given})
+    check_values(function, name, options)
 
 
 def apply_method(function: Callable[..., Any], model: Any, options: Mapping[str, Any], given: Mapping[str, Any]) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from wellcond.errors import MonitorError, UnknownChoiceError, check_choice, needs_extra
+from wellcond.arguments import check_choice
+from wellcond.errors import MonitorError, UnknownChoiceError, needs_extra
 from wellcond.files import write_atomically
 from wellcond.training.series import Series
 

@@ -48,6 +48,16 @@ def test_a_figure_of_another_matplotlib_is_reported_as_not_compared(tmp_path):
         check_committed(tmp_path)
 
 
+def test_a_packed_comparison_is_reported_by_its_file(tmp_path):
+    shutil.copy(RESULTS / "evidence" / "davit.jsonl", tmp_path)
+    done = invoke("report", tmp_path / "davit.jsonl", "--no-pictures")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "davit" / "report" / "report.md").read_text()
+    assert text.startswith("# DaViT") and (tmp_path / "davit" / "report" / "tables" / "summary.csv").is_file()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert invoke("report", tmp_path / "notes.txt").exit_code == 2
+
+
 def test_no_set_of_runs_counts_under_two_claims():
     counted = [one for one in judge_claims(RESULTS) if one.counted]
     assert len({one.claim.rule.runs for one in counted}) == len(counted) > 20

@@ -246,7 +246,7 @@ def save_tokenizer(path, text, vocabulary):
 def test_a_run_does_not_resume_with_another_tokeniser(tmp_path, text):
     path = tmp_path / "tokenizer.json"
     save_tokenizer(path, text, 280)
-    folder, choice = tmp_path / "run", {"file": str(path)}
+    folder, choice = tmp_path / "run", {"name": str(path)}
     interrupted(folder, text, choice)
     kept = path.read_text()
     save_tokenizer(path, text, 275)

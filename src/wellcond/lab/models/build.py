@@ -24,9 +24,9 @@ REFUSED = {
     "hf": ("trust_remote_code", "code_revision", "auto_map", "subfolder", "_configuration_file", "gguf_file"),
 }
 LAYER_COUNTS = (
-    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
-    "num_encoder_layers", "depth", "layers",
-)  # fmt: skip
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "layers"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+)
 # Libraries make a list, or a name, for each of so many before they make a tensor.
 MOST = dict.fromkeys(LAYER_COUNTS, 10_000) | dict.fromkeys(("num_labels", "num_classes"), 1_000_000)
 

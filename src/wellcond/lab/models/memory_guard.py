@@ -20,12 +20,13 @@ SMALL = 2**24
 LARGE = 2**31
 """Bytes of weights from which a model is first built without them, to count them all."""
 _aten = torch.ops.aten
+FILLED = ("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn", "randint", "normal")
+LIKE = ("new_empty", "new_zeros", "new_ones", "new_full")
 SIZED = {
-    operator
-    for name in ("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn", "randint", "normal",
-                 "new_empty", "new_zeros", "new_ones", "new_full")
-    for operator in (getattr(getattr(_aten, name), kind) for kind in getattr(_aten, name).overloads())
-}  # fmt: skip
+    getattr(getattr(_aten, name), overload)
+    for name in (*FILLED, *LIKE)
+    for overload in getattr(_aten, name).overloads()
+}
 
 
 class LargeModel(Exception):

@@ -162,10 +162,8 @@ class ConditioningLog:
             from accelerate.utils import send_to_device
 
             probe = send_to_device(probe, self.accelerator.device)
-        self._tracker = ConditionTracker(
-            measured, probe, every=(), heads=settings.heads, budget=None, first_step=step, samples=settings.samples,
-            on_slow=self._say_slow,
-        )  # fmt: skip
+        options = {"heads": settings.heads, "samples": settings.samples, "on_slow": self._say_slow}
+        self._tracker = ConditionTracker(measured, probe, every=(), budget=None, first_step=step, **options)
 
     def _say_slow(self, seconds: float) -> None:
         self._notify(f"measuring is expected to take up to {show_seconds(seconds)} at this step; {HOW_TO_CHANGE}")
