@@ -127,7 +127,7 @@ def muon_groups(model: nn.Module, heads: Heads = "each", *, sites: Chosen | None
     Raises: UnknownChoiceError, AttentionNotFoundError, WellcondError for attention that stands in no list of blocks.
 
     Example:
-        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
         >>> muon_groups(model)
         MuonGroups(8 matrices, 4 of them by head, 16 others)
 
@@ -246,7 +246,7 @@ class HeadMuon(torch.optim.Optimizer):
     Raises: OptionError for values out of range, or parameters that are not among `groups.matrices`.
 
     Example:
-        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
         >>> groups = muon_groups(model)
         >>> muon = HeadMuon(groups, lr=2e-2)
         >>> adamw = torch.optim.AdamW(groups.others, lr=3e-4)
