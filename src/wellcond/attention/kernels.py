@@ -64,6 +64,51 @@ def is_masked(logits: Tensor, visible: Tensor | None = None, *, depth: float = G
     return ~((logits >= floor) & (logits - logits.amax(-1, keepdim=True).clamp_min(floor) >= -depth))
 
 
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Means over query tokens (and over the query heads of a group)."""
+
+    entropy: float
+    """In nats."""
+    normalised_entropy: float
+    """Divided by the logarithm of the number of keys a token may see; 1 is uniform, NaN if it sees only one."""
+    diagonal_mass: float
+    """Mean probability of a token for itself; NaN under cross attention."""
+    max_probability: float
+    logit_std: float = math.nan
+    """Standard deviation of a token's logits over the keys it attends to, those with a probability above zero."""
+
+
+def map_statistics(p: Tensor, visible: Tensor, own: Tensor | None) -> AttentionStatistics:
+    """Statistics of one attention map, all its rows taken together.
+
+    Args:
+        p: probabilities (..., keys).
+        visible: how many keys each row may see.
+        own: the probability of each row's own token; None under cross attention.
+    """
+    own = None if own is None else own.flatten()[None]
+    return statistics_of_maps(p.flatten(0, -2)[None], visible.flatten()[None], own)[0]
+
+
+def statistics_of_maps(p: Tensor, visible: Tensor, own: Tensor | None) -> list[AttentionStatistics]:
+    """`map_statistics` of several maps (maps, rows, keys), computed together."""
+    entropy, several = -torch.xlogy(p, p).sum(-1), visible > 1
+    normalised = torch.where(several, entropy / visible.clamp_min(2).log(), 0.0).sum(-1) / several.sum(-1)
+    diagonal = torch.full_like(normalised, math.nan) if own is None else own.mean(-1)
+    numbers = torch.stack([entropy.mean(-1), normalised, diagonal, p.amax(-1).mean(-1), _logit_std(p)], dim=-1)
+    return [AttentionStatistics(*row) for row in numbers.tolist()]
+
+
+def _logit_std(p: Tensor) -> Tensor:
+    """Of each map: log P differs from the logits by a constant per row, which a standard deviation does not see."""
+    seen = p > 0
+    count = seen.sum(-1)
+    logits = torch.where(seen, p, 1.0).log()
+    centred = torch.where(seen, logits - (logits.sum(-1) / count)[..., None], 0.0)
+    return (centred.square().sum(-1) / count).sqrt().mean(-1)
+
+
 @dataclass(frozen=True, eq=False)
 class KernelCall:
     """One call of an attention kernel: q (..., H, N, d), k (..., K, M, d) and v (..., K, M, e) as it got them.

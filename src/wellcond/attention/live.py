@@ -18,7 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from wellcond.attention.blocks import find_blocks
 from wellcond.attention.evaluation import first_tensor
 from wellcond.attention.kernels import (
     CAUSAL,
@@ -33,7 +32,7 @@ from wellcond.attention.kernels import (
 )
 from wellcond.attention.record import HOW_TO_SEE, by_head
 from wellcond.attention.sharding import unwrap, wrappers
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.site import AttentionSite, find_blocks
 from wellcond.private import (
     higher_order_name,
     in_backward_pass,

@@ -402,7 +402,8 @@ def _stored(slot: Slot, norm: nn.Module | None, masters: Mapping[Tensor, Tensor]
     """The tensors whose entries scale with the heads of a projection, with the head of every entry."""
     if norm is not None:
         heads = torch.arange(slot.num_heads, dtype=torch.int16).repeat_interleave(slot.head_dim)
-        found = [(one, heads.view(one.shape)) for one in (norm.weight, getattr(norm, "bias", None)) if one is not None]
+        gains = [one for one in (norm.weight, getattr(norm, "bias", None)) if isinstance(one, Tensor)]
+        found: list[tuple[Tensor, Tensor]] = [(one, heads.view(one.shape)) for one in gains]
     else:
         bias = slot.stored_bias()
         found = [(slot.parameter, heads_of_weight(slot))]

@@ -73,7 +73,7 @@ def _in_words(series: Series, column: str, values: np.ndarray, at: int) -> str:
     text = f"{column} of {np.sum(~np.isnan(now))} heads"
     text += f" from {finite.min():.3g} to {finite.max():.3g}" if len(finite) else " is not finite"
     text += f"; worst: {name or 'the attention layer'} head {head}, {now[worst]:.3g}"
-    past = np.flatnonzero(~np.isnan(values[: at // 2 + 1, worst])) if at else []
+    past = np.flatnonzero(~np.isnan(values[: at // 2 + 1, worst])) if at else np.empty(0, int)
     if len(past):
         text += f" ({values[past[-1], worst]:.3g} at step {series.steps[int(past[-1])]})"
     return text

@@ -230,7 +230,8 @@ class AttentionMonitor:
         """
         if "max_logit" not in self._maxima:
             raise ValueError("max_logits: this monitor was made without the column 'max_logit'; add it to columns")
-        at, found = self._maxima.index("max_logit"), {}
+        at = self._maxima.index("max_logit")
+        found: dict[str, Tensor] = {}
         for device, buffers in self._buffers.items():
             largest = buffers.maxima[:, at].clone()
             if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
