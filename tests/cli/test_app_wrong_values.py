@@ -8,6 +8,7 @@ import functools
 import sys
 
 import pytest
+import torch
 import typer.main
 from pydantic import ValidationError
 from safetensors.torch import save_file
@@ -39,6 +40,7 @@ CALLS = {
         {"model": MODEL},
         ["--layers", "0", "--heads", "0", "-o", "m.json", "--html", "m.html", "--force", "--model-arg", "img_size=32"],
     ),
+    "watch": ({"run": "monitored"}, ["--once"]),
     "selftest": ({}, ["--device", "cpu", "--only", "bfloat16", "-o", "selftest.json", "--force"]),
     "train": ({"recipe": "digits"}, [*SMALL, "-o", "run", "--cpu", "-q"]),
     "compare": ({}, ["--recipe", "digits", *SMALL, "--no-report", "-o", "compared", "--cpu"]),
@@ -78,6 +80,11 @@ def place(tmp_path_factory):
     (folder / "file").write_text("a file")
     save_file(wc.condition_(build_model(MODEL), "balanced").state_dict(), folder / "conditioned.safetensors")
     write_comparison(folder / "runs", usual_methods())
+    (folder / "monitored").mkdir()
+    model = build_model(MODEL).train()
+    with wc.AttentionMonitor(model, every=1, file=folder / "monitored" / "monitor.jsonl") as monitor:
+        model(torch.randn(2, 3, 160, 160)).sum().backward()
+        monitor.step()
     write_comparison(folder / "whole", usual_methods()[:2])
     return folder
 
