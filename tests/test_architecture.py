@@ -265,20 +265,29 @@ def walked(call):
     return sorted(files)
 
 
-def test_initialising_and_conditioning_walk_through_few_files():
-    """A reader who follows `init_`, or `condition_`, a forward and `fold_`, opens this many files."""
+def test_every_verb_walks_through_few_files():
+    """A reader who follows `init_`, `condition_` with a forward and `fold_`, `measure` of a head, or `diagnose`, opens
+    this many files."""
     timm = pytest.importorskip("timm")
     model, images = timm.create_model("test_vit"), torch.randn(1, 3, 160, 160)
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    small = timm.create_model("vit_tiny_patch16_224", **sizes)  # whose Jacobians take milliseconds
+
+    def initialise():
+        wellcond.init_(model, "conditioned")
 
     def condition():
         wellcond.condition_(model, "balanced")
         model(images)
         wellcond.fold_(model)
 
-    def initialise():
-        wellcond.init_(model, "conditioned")
+    def measure():
+        wellcond.measure(small, images[..., :32, :32], layers=[0], heads=[0])
 
-    for call, most in ((initialise, 13), (condition, 16)):
+    def diagnose():
+        wellcond.diagnose(model, images)
+
+    for call, most in ((initialise, 13), (condition, 16), (measure, 23), (diagnose, 18)):
         call()  # what is imported or computed once
         files = walked(call)
         assert len(files) <= most, files

@@ -272,8 +272,9 @@ def without_modes() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        for device in ("cpu", torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else ""):
-            if device and torch.is_autocast_enabled(device):
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        for device in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+            if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(torch._C._DisableTorchDispatch())
         stack.enter_context(torch._C.DisableTorchFunction())

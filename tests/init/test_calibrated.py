@@ -19,8 +19,8 @@ from transformers import (
 
 import wellcond as wc
 from lab.small import assert_same_run, small_job, stop_after
-from wellcond.attention.blocks import find_blocks
 from wellcond.attention.record import logit_spread, record, root_mean_square
+from wellcond.attention.site import find_blocks
 from wellcond.errors import WeightError
 from wellcond.lab.train.run import run_job
 

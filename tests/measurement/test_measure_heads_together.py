@@ -25,7 +25,6 @@ from wellcond.jacobian.head import (
     stack_factors,
     stack_heads,
 )
-from wellcond.jacobian.select import parts_of
 from wellcond.jacobian.softmax import SoftmaxJacobian, in_float32, softmax_jacobians, stack_size
 from wellcond.jacobian.solve import operator_spectra, operator_spectrum
 from wellcond.measurement.records import NUMERICAL
@@ -161,7 +160,9 @@ def test_heads_that_see_different_tokens_are_measured_one_by_one():
     bias[0, 1, 2] = -torch.inf  # the second head leaves out a token
     captured = dataclasses.replace(captured, logit_bias=bias)
     pace = measurement._Pace(None, measurement.log_slow)
-    groups = measurement._group_heads(captured, parts_of(captured, "joint"), measurement.MeasureSettings(), pace)
+    groups = measurement._group_heads(
+        captured, measurement.parts_of(captured, "joint"), measurement.MeasureSettings(), pace
+    )
     assert [len(group.parts) for group in groups] == [1] * 4
     rows = [measurement._measure_head(group, group.parts[0]).jacobian.shape[0] for group in groups]
     assert rows == [30, 24, 30, 30]

@@ -10,8 +10,9 @@ from torch import nn
 
 import wellcond as wc
 from measurement.test_measure import X, vit
+from wellcond.attention.evaluation import describe_input, describe_model
 from wellcond.errors import ReportError
-from wellcond.measurement.records import MeasurementReport, describe_input, describe_model
+from wellcond.measurement.records import MeasurementReport
 
 SETTINGS = {"samples": 2, "heads": [0, 1]}
 

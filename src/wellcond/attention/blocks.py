@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -90,58 +90,3 @@ def elements_around(model: nn.Module, site: str) -> Iterator[str]:
             "its block cannot be told"
         )
     yield from found
-
-
-@dataclass(eq=False)
-class Block:
-    """The nearest module around some attention layers that also holds matrices of another kind, those of its MLP.
-
-    What it receives is the stream; attention adds what W_O puts out, the MLP what its last matrix puts out: root mean
-    squares of these as tensors, None where no forward pass was recorded (`wellcond.attention.record`).
-    """
-
-    name: str
-    module: nn.Module
-    sites: list[AttentionSite]
-    stream: Tensor | None = None
-    attention: dict[str, Tensor] = field(default_factory=dict)
-    """What attention added, by the name of the site."""
-    mlp: nn.Module | None = None
-    """The last matrix of the MLP."""
-    mlp_added: Tensor | None = None
-
-    @property
-    def scales_itself(self) -> bool:
-        """Whether learned scales stand between the parts and the stream (LayerScale, XCiT's and CaiT's gamma)."""
-        inside = self.module.modules()
-        scales = any(type(module).__name__ == "LayerScale" or "layer_scale" in module._parameters for module in inside)
-        return scales or any(name.startswith("gamma") for name in self.module._parameters)
-
-
-def find_blocks(model: nn.Module, sites: Sequence[AttentionSite]) -> list[Block]:
-    """The blocks around attention layers; none for an attention layer that stands alone."""
-    inside = tuple(f"{site.name}." for site in sites)
-    outputs = {id(site.o.owner) for site in sites if site.o is not None}
-    others = [
-        name
-        for name, module in model.named_modules()
-        if is_matrix(module) and id(module) not in outputs and not f"{name}.".startswith(inside)
-    ]
-    found: dict[str, Block] = {}
-    for site in sites:
-        parts = site.name.split(".")
-        for name in (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)):
-            module = model.get_submodule(name)
-            called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            if called and any(other.startswith(f"{name}.") for other in others):
-                found.setdefault(name, Block(name, module, [])).sites.append(site)
-                break
-    return list(found.values())
-
-
-def is_matrix(module: nn.Module) -> bool:
-    """Whether a module multiplies tokens by a matrix: a linear layer of any library, or a 1 x 1 convolution."""
-    weight = module._parameters.get("weight")
-    if weight is None or isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or weight.dim() < 2:
-        return False
-    return all(size == 1 for size in weight.shape[2:])

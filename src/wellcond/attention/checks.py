@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.arguments import check_choice, check_model, describe
-from wellcond.attention.find import Scan, refuse_adapters, scan_attention
-from wellcond.attention.sharding import is_distributed, reshard_, to_local
+from wellcond.attention.find import Scan, packed_as, refuse_adapters, scan_attention
+from wellcond.attention.sharding import reshard_, to_local
 from wellcond.attention.site import AttentionSite, closest_paths, path_matches
-from wellcond.attention.slot import Slot, stored_parameter
+from wellcond.attention.slot import Slot
 from wellcond.errors import ConditioningError, SiteNotFoundError, WeightError
-from wellcond.private import is_wrapper_subclass
 
 LOGGER = logging.getLogger("wellcond")
 
@@ -132,7 +131,7 @@ def check_writable(
                 f"{where} is on the meta device and has no values yet. Call {verb} after the model is materialised: "
                 "model.to_empty(device=...), then the model's own initialisation or load_state_dict, then this."
             )
-        packed = _packed_as(parameter)
+        packed = packed_as(parameter)
         if packed is not None:
             raise WeightError(
                 f"{where} of a {type(slot.owner).__name__} is stored as {packed} (quantised?): expected floating point "
@@ -145,35 +144,6 @@ def check_writable(
             )
     _check_tied(model, chosen, verb)
     _check_memory(model, chosen, verb)
-
-
-def check_readable(sites: Iterable[AttentionSite]) -> None:
-    """Refuse weights that are no plain numbers: of a quantised layer, or behind an adapter of PEFT.
-
-    Raises: WeightError with the layer, its class, and what to do.
-    """
-    for site in sites:
-        for role, slot in site.slots.items():
-            where = f"{site.name or 'the model itself'} ({role}, {type(slot.owner).__name__})"
-            refuse_adapters(slot.owner, where)
-            packed = _packed_as(stored_parameter(slot.owner, slot.weight_name))
-            if packed is not None:
-                raise WeightError(
-                    f"{where} stores its weight as {packed} (quantised, parametrised or pruned?): expected floating "
-                    "point numbers. Use the model before that, or undo it (dequantize, remove_parametrizations, "
-                    "prune.remove)."
-                )
-
-
-def _packed_as(stored: Tensor | None) -> str | None:
-    """How a weight is stored that is no plain floating point parameter; None for one that is."""
-    if stored is None:
-        return "no parameter"
-    if not stored.dtype.is_floating_point:
-        return str(stored.dtype)
-    if is_wrapper_subclass(stored) and not is_distributed(stored):
-        return type(stored).__name__
-    return None
 
 
 def _check_tied(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]], verb: str) -> None:

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from wellcond.arguments import check_flag, check_model
 from wellcond.attention import names
 from wellcond.attention.families import Adapter, known_classes, table_of
 from wellcond.attention.layout import holds_projections_only
 from wellcond.attention.readings import list_readings
+from wellcond.attention.sharding import is_distributed
 from wellcond.attention.site import AttentionSite, ModuleContext, Sites
+from wellcond.attention.slot import stored_parameter
 from wellcond.attention.structure import choose_reading, judge_declared
 from wellcond.attention.trial import Example
 from wellcond.errors import AttentionNotFoundError, LayoutWarning, UnsupportedLayoutError, WeightError
+from wellcond.private import is_wrapper_subclass
 
 ADAPTERS: dict[str, Adapter] = {}
 """Registered adapters; they come before those of `wellcond.attention.families`, which contract tests prove."""
@@ -261,3 +264,32 @@ def refuse_adapters(module: nn.Module, where: str) -> None:
             f"{where} carries an adapter of PEFT, which hides its weights. Initialise, condition and measure the base "
             "model before the adapter is added, or merge the adapter first; see docs/training/peft.md."
         )
+
+
+def check_readable(sites: Iterable[AttentionSite]) -> None:
+    """Refuse weights that are no plain numbers: of a quantised layer, or behind an adapter of PEFT.
+
+    Raises: WeightError with the layer, its class, and what to do.
+    """
+    for site in sites:
+        for role, slot in site.slots.items():
+            where = f"{site.name or 'the model itself'} ({role}, {type(slot.owner).__name__})"
+            refuse_adapters(slot.owner, where)
+            packed = packed_as(stored_parameter(slot.owner, slot.weight_name))
+            if packed is not None:
+                raise WeightError(
+                    f"{where} stores its weight as {packed} (quantised, parametrised or pruned?): expected floating "
+                    "point numbers. Use the model before that, or undo it (dequantize, remove_parametrizations, "
+                    "prune.remove)."
+                )
+
+
+def packed_as(stored: Tensor | None) -> str | None:
+    """How a weight is stored that is no plain floating point parameter; None for one that is."""
+    if stored is None:
+        return "no parameter"
+    if not stored.dtype.is_floating_point:
+        return str(stored.dtype)
+    if is_wrapper_subclass(stored) and not is_distributed(stored):
+        return type(stored).__name__
+    return None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,6 +63,51 @@ def is_masked(logits: Tensor, visible: Tensor | None = None, *, depth: float = G
     floor = max(floor, torch.finfo(logits.dtype).min / 2)  # the most negative number of float16 is -65504
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return ~((logits >= floor) & (logits - logits.amax(-1, keepdim=True).clamp_min(floor) >= -depth))
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Means over query tokens (and over the query heads of a group)."""
+
+    entropy: float
+    """In nats."""
+    normalised_entropy: float
+    """Divided by the logarithm of the number of keys a token may see; 1 is uniform, NaN if it sees only one."""
+    diagonal_mass: float
+    """Mean probability of a token for itself; NaN under cross attention."""
+    max_probability: float
+    logit_std: float = math.nan
+    """Standard deviation of a token's logits over the keys it attends to, those with a probability above zero."""
+
+
+def map_statistics(p: Tensor, visible: Tensor, own: Tensor | None) -> AttentionStatistics:
+    """Statistics of one attention map, all its rows taken together.
+
+    Args:
+        p: probabilities (..., keys).
+        visible: how many keys each row may see.
+        own: the probability of each row's own token; None under cross attention.
+    """
+    own = None if own is None else own.flatten()[None]
+    return statistics_of_maps(p.flatten(0, -2)[None], visible.flatten()[None], own)[0]
+
+
+def statistics_of_maps(p: Tensor, visible: Tensor, own: Tensor | None) -> list[AttentionStatistics]:
+    """`map_statistics` of several maps (maps, rows, keys), computed together."""
+    entropy, several = -torch.xlogy(p, p).sum(-1), visible > 1
+    normalised = torch.where(several, entropy / visible.clamp_min(2).log(), 0.0).sum(-1) / several.sum(-1)
+    diagonal = torch.full_like(normalised, math.nan) if own is None else own.mean(-1)
+    numbers = torch.stack([entropy.mean(-1), normalised, diagonal, p.amax(-1).mean(-1), _logit_std(p)], dim=-1)
+    return [AttentionStatistics(*row) for row in numbers.tolist()]
+
+
+def _logit_std(p: Tensor) -> Tensor:
+    """Of each map: log P differs from the logits by a constant per row, which a standard deviation does not see."""
+    seen = p > 0
+    count = seen.sum(-1)
+    logits = torch.where(seen, p, 1.0).log()
+    centred = torch.where(seen, logits - (logits.sum(-1) / count)[..., None], 0.0)
+    return (centred.square().sum(-1) / count).sqrt().mean(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,10 +222,15 @@ def read_call(
 
 def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelCall:
     """What `scaled_dot_product_attention` was called with."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = sdpa_arguments(args, kwargs)
     q = given["query"]
     return _as_sdpa(KernelCall(SDPA, q, given["key"], given["value"], **_options(given)), given)
+
+
+def sdpa_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `scaled_dot_product_attention` by name."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _as_sdpa(call: KernelCall, given: dict[str, Any]) -> KernelCall:
@@ -218,15 +269,24 @@ def first_named(given: dict[str, Any], names: Sequence[str]) -> Tensor | None:
     return next((given[name] for name in names if isinstance(given.get(name), Tensor)), None)
 
 
+def given_scale(given: dict[str, Any]) -> float | None:
+    """The scale of the logits among arguments."""
+    return next((float(given[name]) for name in SCALES if isinstance(given.get(name), numbers.Real)), None)
+
+
+def is_causal(given: dict[str, Any]) -> bool:
+    """Whether arguments ask for a causal mask."""
+    return any(given.get(name) is True for name in CAUSAL)
+
+
 def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether these may be queries, keys and values."""
     return q.dim() == k.dim() == v.dim() >= 2 and q.shape[-1] == k.shape[-1] and k.shape[:-1] == v.shape[:-1]
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
-    scale = next((float(given[name]) for name in SCALES if isinstance(given.get(name), (int, float))), None)
     mask = first_named(given, MASKS)
-    found: dict[str, Any] = {"scale": scale}
+    found: dict[str, Any] = {"scale": given_scale(given)}
     if mask is not None:
         found["visible" if mask.dtype == torch.bool else "bias"] = mask
     return found
@@ -237,7 +297,7 @@ def _masked_causally(call: KernelCall, given: dict[str, Any], *, from_end: bool)
 
     Of fewer queries than keys these are the last where `from_end`, else the first.
     """
-    causal, numbers = any(given.get(name) is True for name in CAUSAL), []
+    causal, numbers = is_causal(given), []
     for part, names in zip((call.q, call.k), SEQUENCES, strict=True):
         at = torch.arange(part.shape[-2], device=part.device)
         begins = first_named(given, names)

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from wellcond.attention.blocks import Block, find_blocks, is_matrix
 from wellcond.attention.evaluation import copy_argument, eval_scope, first_tensor, run
 from wellcond.attention.kernels import ADDED, KernelCall, KernelTrace, KernelWatch, SdpaWatch, is_masked
 from wellcond.attention.sharding import is_distributed, reshard_
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.site import AttentionSite, Block, find_blocks, is_matrix
 from wellcond.errors import WeightError
 
 Field = Literal[

@@ -133,7 +133,7 @@ def wrappers(model: nn.Module | None) -> Iterator[nn.Module]:
     while model is not None:
         yield model
         is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-        inner: nn.Module | None = model.module if is_ddp else getattr(model, "_orig_mod", None)
+        inner: Any = model.module if is_ddp else getattr(model, "_orig_mod", None)
         model = inner
 
 

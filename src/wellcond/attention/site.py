@@ -1,14 +1,14 @@
-"""One attention layer of a model (`AttentionSite`), the list of all of them (`Sites`), and where a module stands."""
+"""One attention layer of a model (`AttentionSite`), the list of all (`Sites`), the blocks around them (`Block`)."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, SupportsIndex, get_args, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from wellcond.arguments import check_choice, check_flag, check_number, describe
 from wellcond.attention.slot import Slot, stored_parameter
@@ -201,6 +201,61 @@ def closest_paths(path: str, names: Iterable[str]) -> list[str]:
     """Close matches for a mistyped path or pattern, by as many parts as it has."""
     starts = {".".join(name.split(".")[: path.count(".") + 1]): name for name in reversed(list(names))}
     return sorted(starts[start] for start in difflib.get_close_matches(path, starts, n=3))
+
+
+@dataclass(eq=False)
+class Block:
+    """The nearest module around some attention layers that also holds matrices of another kind, those of its MLP.
+
+    What it receives is the stream; attention adds what W_O puts out, the MLP what its last matrix puts out: root mean
+    squares of these as tensors, None where no forward pass was recorded (`wellcond.attention.record`).
+    """
+
+    name: str
+    module: nn.Module
+    sites: list[AttentionSite]
+    stream: Tensor | None = None
+    attention: dict[str, Tensor] = field(default_factory=dict)
+    """What attention added, by the name of the site."""
+    mlp: nn.Module | None = None
+    """The last matrix of the MLP."""
+    mlp_added: Tensor | None = None
+
+    @property
+    def scales_itself(self) -> bool:
+        """Whether learned scales stand between the parts and the stream (LayerScale, XCiT's and CaiT's gamma)."""
+        inside = self.module.modules()
+        scales = any(type(module).__name__ == "LayerScale" or "layer_scale" in module._parameters for module in inside)
+        return scales or any(name.startswith("gamma") for name in self.module._parameters)
+
+
+def find_blocks(model: nn.Module, sites: Sequence[AttentionSite]) -> list[Block]:
+    """The blocks around attention layers; none for an attention layer that stands alone."""
+    inside = tuple(f"{site.name}." for site in sites)
+    outputs = {id(site.o.owner) for site in sites if site.o is not None}
+    others = [
+        name
+        for name, module in model.named_modules()
+        if is_matrix(module) and id(module) not in outputs and not f"{name}.".startswith(inside)
+    ]
+    found: dict[str, Block] = {}
+    for site in sites:
+        parts = site.name.split(".")
+        for name in (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)):
+            module = model.get_submodule(name)
+            called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            if called and any(other.startswith(f"{name}.") for other in others):
+                found.setdefault(name, Block(name, module, [])).sites.append(site)
+                break
+    return list(found.values())
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Whether a module multiplies tokens by a matrix: a linear layer of any library, or a 1 x 1 convolution."""
+    weight = module._parameters.get("weight")
+    if weight is None or isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or weight.dim() < 2:
+        return False
+    return all(size == 1 for size in weight.shape[2:])
 
 
 @dataclass(frozen=True, eq=False)

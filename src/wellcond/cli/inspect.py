@@ -61,9 +61,9 @@ def inspect(
     built = _build(model, model_arg, weights, seed)
     import torch
 
+    from wellcond.attention.evaluation import describe_model
     from wellcond.attention.find import scan_attention
     from wellcond.attention.slot import conditioning_of
-    from wellcond.measurement.records import describe_model
 
     scan = scan_attention(built)
     if not scan.sites and not scan.refusals:

@@ -281,9 +281,17 @@ def detach(model: nn.Module) -> None:
         remove_conditioning(module)
 
 
-@functools.cache
+_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
 def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of `base` whose attributes `names` are effective weights in a forward pass."""
+    """The subclass of `base` whose attributes `names` are effective weights in a forward pass; always the same one."""
+    if (base, names) not in _CLASSES:
+        _CLASSES[base, names] = _make_class(base, names)
+    return _CLASSES[base, names]
+
+
+def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     _refuse_adapters()
 
     def reduce(module: nn.Module, protocol: Any) -> Any:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.arguments import check_batch, check_flag
-from wellcond.attention.blocks import Block
-from wellcond.attention.checks import Chosen, check_readable, choose_sites
-from wellcond.attention.find import find_attention, scan_attention
-from wellcond.attention.kernels import ADDED_FLOOR, is_masked
+from wellcond.attention.checks import Chosen, choose_sites
+from wellcond.attention.evaluation import run_facts
+from wellcond.attention.find import check_readable, find_attention, scan_attention
+from wellcond.attention.kernels import ADDED_FLOOR, is_masked, map_statistics
 from wellcond.attention.record import Field, ForwardRecord, SiteRecord, by_head, record, root_mean_square
 from wellcond.attention.sharding import full_tensor, to_local, unwrap
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.site import AttentionSite, Block
 from wellcond.attention.slot import conditioning_of
 from wellcond.conditioning.methods import per_projection
 from wellcond.doctor.records import MOST_TOKENS, THRESHOLDS, Diagnosis, LayerFacts, NotFinite, TokenFacts
@@ -25,11 +25,9 @@ from wellcond.doctor.rules import judge
 from wellcond.doctor.weights import NO_BATCH, spectral_facts
 from wellcond.errors import DiagnosisError
 from wellcond.init.tokens import embedding_layers, embedding_spread, position_tables
-from wellcond.jacobian.diagnosis import map_statistics
 from wellcond.linalg.circuits import head_cosines
 from wellcond.linalg.spectrum import spectrum
 from wellcond.measurement.measure import measure
-from wellcond.measurement.records import run_facts
 
 FIELDS: tuple[Field, ...] = ("tokens", "logits", "probabilities", "spread", "output", "stream")
 MOST_SAMPLES = 2
@@ -92,7 +90,8 @@ def diagnose(
     refusals: tuple[str, ...] = ()
     if sites is None:
         scan = scan_attention(inner)
-        chosen = scan.sites or find_attention(inner, strict=False)  # which raises what is wrong with the others
+        # find_attention raises what is wrong with the others
+        chosen: list[AttentionSite] = scan.sites or find_attention(inner, strict=False)
         refusals = tuple(str(refusal) for refusal in scan.refusals)
     else:
         chosen = choose_sites(inner, sites)

@@ -120,7 +120,7 @@ def conditioned(
         for role in chosen:
             slot = site.slots[role]
             if role == linear_path and value != "orthogonal":
-                weights = value_factor * identity_heads(*slot.rows.shape, slot.in_features, value)
+                weights = value_factor * identity_heads(slot.num_heads, slot.head_dim, slot.in_features, value)
             elif not (keys == "tied" and role == "k"):  # else the weights of q, which comes before
                 weights = _semi_orthogonal_heads(slot, context, orthogonal, heads)
                 weights = weights * (value_factor if role == linear_path else scale)
@@ -188,7 +188,8 @@ def gaussian(
         for role in chosen:
             slot = site.slots[role]
             if role == site.roles["value"] and value != "gaussian":
-                yield head_write(site, role, identity_heads(*slot.rows.shape, slot.in_features, value))
+                identity = identity_heads(slot.num_heads, slot.head_dim, slot.in_features, value)
+                yield head_write(site, role, identity)
                 continue
             if not (keys == "tied" and role == "k"):
                 shape = (*slot.rows.shape, slot.in_features)

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.blocks import POSITIONS, is_matrix
+from wellcond.attention.blocks import POSITIONS
 from wellcond.attention.find import scan_attention
 from wellcond.attention.record import root_mean_square
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.site import AttentionSite, is_matrix
 from wellcond.errors import WeightError
 from wellcond.init.apply import Write
 

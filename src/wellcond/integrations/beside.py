@@ -71,7 +71,8 @@ class Beside:
         if self._clip_options is not None:
             shared = self.monitor if self.monitor is not None and self.monitor.every == 1 else None
             plain = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's wrapper
-            self.clip = QKClip(model, plain, **({"monitor": shared} | dict(self._clip_options)))
+            options: dict[str, Any] = {"monitor": shared, **self._clip_options}
+            self.clip = QKClip(model, plain, **options)
 
     def step(self) -> None:
         """Call after every step of the optimiser."""

@@ -207,7 +207,7 @@ def prepare(
             f"expected torchtitan's OptimizersContainer.Config, found {type(config).__qualname__}: another override "
             "has replaced it. Call wellcond.init_, condition_ and QKClip where that builds its optimisers"
         )
-    given = {
+    given: dict[str, Any] = {
         "init": {"method": init} if isinstance(init, str) else init,
         "condition": {"method": condition} if isinstance(condition, str) else condition,
         "clip": {"tau": clip} if isinstance(clip, (int, float)) else clip,

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wellcond.attention.kernels import AttentionStatistics, statistics_of_maps
 from wellcond.jacobian.head import FactorStack, Head, JacobianFactors, build_factors, stack_heads
 from wellcond.jacobian.problem import Convention
 from wellcond.linalg.lanczos import largest_eigenvalues
@@ -47,21 +48,6 @@ Verdict = Literal["dead head", "P", "X", "norms", "balanced"]
 DEAD_RATIO = 1e-3
 DEAD_MASS = 0.99
 COLLAPSED_MASS = 0.9999
-
-
-@dataclass(frozen=True)
-class AttentionStatistics:
-    """Means over query tokens (and over the query heads of a group)."""
-
-    entropy: float
-    """In nats."""
-    normalised_entropy: float
-    """Divided by the logarithm of the number of keys a token may see; 1 is uniform, NaN if it sees only one."""
-    diagonal_mass: float
-    """Mean probability of a token for itself; NaN under cross attention."""
-    max_probability: float
-    logit_std: float = math.nan
-    """Standard deviation of a token's logits over the keys it attends to, those with a probability above zero."""
 
 
 @dataclass(frozen=True)
@@ -97,30 +83,7 @@ def all_attention_statistics(heads: Sequence[Head]) -> list[AttentionStatistics]
         visible = (stack.mask > -torch.inf).sum(-1).to(p).expand(p.shape[:-1])
     square = stack.y is None and p.shape[-1] == p.shape[-2]
     own = p.diagonal(dim1=-2, dim2=-1).flatten(1) if square else None
-    return _statistics(p.flatten(1, 2), visible.flatten(1), own)
-
-
-def map_statistics(p: Tensor, visible: Tensor, own: Tensor | None) -> AttentionStatistics:
-    """Of probabilities (..., keys), with how many keys each row may see and the probability of its own token."""
-    return _statistics(p.flatten(0, -2)[None], visible.flatten()[None], None if own is None else own.flatten()[None])[0]
-
-
-def _statistics(p: Tensor, visible: Tensor, own: Tensor | None) -> list[AttentionStatistics]:
-    """Of each map (heads, rows, keys)."""
-    entropy, several = -torch.xlogy(p, p).sum(-1), visible > 1
-    normalised = torch.where(several, entropy / visible.clamp_min(2).log(), 0.0).sum(-1) / several.sum(-1)
-    diagonal = torch.full_like(normalised, math.nan) if own is None else own.mean(-1)
-    numbers = torch.stack([entropy.mean(-1), normalised, diagonal, p.amax(-1).mean(-1), _logit_std(p)], dim=-1)
-    return [AttentionStatistics(*row) for row in numbers.tolist()]
-
-
-def _logit_std(p: Tensor) -> Tensor:
-    """Of each map: log P differs from the logits by a constant per row, which a standard deviation does not see."""
-    seen = p > 0
-    count = seen.sum(-1)
-    logits = torch.where(seen, p, 1.0).log()
-    centred = torch.where(seen, logits - (logits.sum(-1) / count)[..., None], 0.0)
-    return (centred.square().sum(-1) / count).sqrt().mean(-1)
+    return statistics_of_maps(p.flatten(1, 2), visible.flatten(1), own)
 
 
 def is_collapsed(head: Head, statistics: AttentionStatistics) -> bool:

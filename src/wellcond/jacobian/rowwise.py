@@ -35,8 +35,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from wellcond.attention.kernels import AttentionStatistics, map_statistics
 from wellcond.errors import WeightError
-from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis, judge_head, map_statistics
+from wellcond.jacobian.diagnosis import HeadDiagnosis, judge_head
 from wellcond.jacobian.head import Head, JacobianFactors, compressed, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.operator import GramOperator, GramSteps, Hints, JacobianOperator, Side
 from wellcond.jacobian.ranks import RankBound, counted_biases, wide_shape

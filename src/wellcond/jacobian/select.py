@@ -13,12 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from wellcond.attention.kernels import AttentionStatistics
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
 from wellcond.jacobian.capture import CapturedAttention
 from wellcond.jacobian.channel import ChannelHead
-from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
-from wellcond.jacobian.module import ModuleJacobian, batch_axis
+from wellcond.jacobian.diagnosis import HeadDiagnosis
+from wellcond.jacobian.module import ModuleJacobian
 from wellcond.jacobian.operator import JacobianOperator, ProjectedHeads
 from wellcond.jacobian.rowwise import RowwiseHead
 from wellcond.jacobian.softmax import SoftmaxJacobian
@@ -28,6 +29,8 @@ AGREEMENT_OF_OUTPUT: Final = 1e-9
 """Relative difference up to which a structured operator has the output of the module's own float64 copy."""
 AGREEMENT_OF_PRODUCT: Final = 1e-6
 """The same of J J^T u: iterations inside a module (Nystrom) amplify rounding, in automatic differentiation most."""
+PLAIN: Final = "structured: plain softmax"
+PLAIN_STACKED: Final = f"{PLAIN}, samples stacked"
 ALONE: Final = ("nystrom",)
 """Kinds whose heads depend on the other samples of a batch: a sample is measured as if it were the only one."""
 
@@ -81,30 +84,6 @@ def approximated_map(captured: CapturedAttention, kv_head: int) -> ApproximatedM
     return None if ask is None else ask(captured, kv_head)
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one row of a report is about: a key/value head, with all its query heads or one of them."""
-
-    index: int
-    kv_head: int
-    query_head: int | None = None
-
-
-def parts_of(captured: CapturedAttention, grouped: str) -> list[Part]:
-    """Rows of an attention whose grouped query heads are measured ``joint`` or ``each`` by itself."""
-    site = captured.site
-    if grouped == "joint" or site.num_heads == site.num_kv_heads:
-        return [Part(head, head) for head in range(site.num_kv_heads)]
-    group = site.num_heads // site.num_kv_heads
-    return [Part(head, head // group, head) for head in range(site.num_heads)]
-
-
-def samples_of(captured: CapturedAttention, asked: int, combine: str) -> list[list[int]]:
-    """Samples that make one Jacobian: all of them (``stack``), or each (``mean``)."""
-    count = captured.num_samples if captured.is_plain else min(asked, batch_axis(captured).count)
-    return [list(range(count))] if combine == "stack" else [[sample] for sample in range(count)]
-
-
 def select_operator(
     captured: CapturedAttention,
     kv_head: int,
@@ -112,17 +91,14 @@ def select_operator(
     samples: Sequence[int] = (0,),
     biases: bool = False,
     query_head: int | None = None,
-    plain: SoftmaxJacobian | None = None,
 ) -> SelectedOperator:
     """The operator of one key/value head of a captured attention on one sample, or on several as one Jacobian.
 
-    Of grouped queries it is of all query heads of the group, or of `query_head` alone. `plain` is the operator of a
-    plain attention whose caller has it already.
+    Of grouped queries it is of all query heads of the group, or of `query_head` alone.
     """
     if captured.is_plain:
-        plain = plain or SoftmaxJacobian(captured.head(kv_head, samples, query_head=query_head), biases)
-        stacked = ", samples stacked" if len(samples) > 1 else ""
-        return SelectedOperator(plain, f"structured: plain softmax{stacked}")
+        plain = SoftmaxJacobian(captured.head(kv_head, samples, query_head=query_head), biases)
+        return SelectedOperator(plain, PLAIN_STACKED if len(samples) > 1 else PLAIN)
     kind = captured.site.kind
     alone = kind in ALONE and len(samples) == 1
     module = ModuleJacobian(captured, kv_head, samples=samples, alone=alone, query_head=query_head)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.arguments import check_batch, check_ints, describe
-from wellcond.attention.checks import Chosen, check_readable, choose_sites
-from wellcond.attention.find import find_attention
+from wellcond.attention.checks import Chosen, choose_sites
+from wellcond.attention.evaluation import run_facts
+from wellcond.attention.find import check_readable, find_attention
+from wellcond.attention.kernels import AttentionStatistics, map_statistics
 from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import conditioning_of
@@ -23,25 +25,23 @@ from wellcond.errors import TooLongError
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.diagnosis import (
     COLLAPSED_MASS,
-    AttentionStatistics,
     HeadDiagnosis,
     SurrogateFactors,
     all_attention_statistics,
     diagnose_head,
     is_collapsed,
     log10_kappa_bound,
-    map_statistics,
     softmax_spectra,
 )
 from wellcond.jacobian.head import Head, JacobianFactors, build_all_factors
+from wellcond.jacobian.module import batch_axis
 from wellcond.jacobian.problem import SLOW_SECONDS, JacobianSpectrum, show_seconds
 from wellcond.jacobian.select import (
-    Part,
+    PLAIN,
+    PLAIN_STACKED,
     SelectedOperator,
     approximated_map,
     output_operator,
-    parts_of,
-    samples_of,
     select_operator,
 )
 from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size
@@ -57,7 +57,6 @@ from wellcond.measurement.records import (
     MeasurementReport,
     MeasureOptions,
     MeasureSettings,
-    run_facts,
 )
 from wellcond.measurement.resume import MeasurementLog
 from wellcond.measurement.sharded import measure_sharded
@@ -162,6 +161,30 @@ def measure(
         log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
         rows = _measure_captured(captured, heads, task, progress, log, pace)
     return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning, run=facts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one row of a report is about: a key/value head, with all its query heads or one of them."""
+
+    index: int
+    kv_head: int
+    query_head: int | None = None
+
+
+def parts_of(captured: CapturedAttention, grouped: str) -> list[Part]:
+    """Rows of an attention whose grouped query heads are measured ``joint`` or ``each`` by itself."""
+    site = captured.site
+    if grouped == "joint" or site.num_heads == site.num_kv_heads:
+        return [Part(head, head) for head in range(site.num_kv_heads)]
+    group = site.num_heads // site.num_kv_heads
+    return [Part(head, head // group, head) for head in range(site.num_heads)]
+
+
+def samples_of(captured: CapturedAttention, asked: int, combine: str) -> list[list[int]]:
+    """Samples that make one Jacobian: all of them (``stack``), or each (``mean``)."""
+    count = captured.num_samples if captured.is_plain else min(asked, batch_axis(captured).count)
+    return [list(range(count))] if combine == "stack" else [[sample] for sample in range(count)]
 
 
 def _measure_captured(
@@ -361,12 +384,12 @@ class _Group:
 
     def _operators(self, number: int) -> list[SelectedOperator]:
         samples, biases = self.samples[number], self.task.biases
-        plain = list(softmax_jacobians(self.plain[number], biases)) if self.plain else [None] * len(self.parts)
+        if self.plain:
+            how = PLAIN_STACKED if len(samples) > 1 else PLAIN
+            return [SelectedOperator(operator, how) for operator in softmax_jacobians(self.plain[number], biases)]
         return [
-            select_operator(
-                self.captured, part.kv_head, samples=samples, biases=biases, query_head=part.query_head, plain=operator
-            )
-            for part, operator in zip(self.parts, plain, strict=True)
+            select_operator(self.captured, part.kv_head, samples=samples, biases=biases, query_head=part.query_head)
+            for part in self.parts
         ]
 
     def _spectra(
@@ -409,12 +432,11 @@ def _measure_head(group: _Group, part: Part) -> HeadReport:
 def _attention_fields(group: _Group, part: Part) -> dict[str, Any]:
     """Fields of a `HeadReport` without a Jacobian."""
     captured, at = group.captured, group.parts.index(part)
-    fields: dict[str, Any] = {"how": "weights and attention map only"}
+    how = {"how": "weights and attention map only"}
     if group.heads:
-        fields |= {"attention": group.statistics[at], "dead": is_collapsed(group.heads[at], group.statistics[at])}
-    else:
-        fields |= _seen_attention(captured, part)
-    return fields | _approximated(captured, part.kv_head)
+        statistics = group.statistics[at]
+        return how | {"attention": statistics, "dead": is_collapsed(group.heads[at], statistics)}
+    return how | _seen_attention(captured, part) | _approximated(captured, part.kv_head)
 
 
 def _seen_attention(captured: CapturedAttention, part: Part) -> dict[str, Any]:

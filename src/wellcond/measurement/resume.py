@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from wellcond.attention.evaluation import digest, has_bytes, named_tensors
 from wellcond.errors import ReportError
 from wellcond.files import read_regular, restore, to_json, write_atomically
-from wellcond.measurement.records import SCHEMA, HeadReport, MeasureSettings, digest, has_bytes, named_tensors
+from wellcond.measurement.records import SCHEMA, HeadReport, MeasureSettings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

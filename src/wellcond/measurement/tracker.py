@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from wellcond.attention.checks import Chosen, choose_sites
+from wellcond.attention.evaluation import run_facts
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import any_distributed, reshard_, unwrap
 from wellcond.errors import WellcondError
@@ -40,7 +41,6 @@ from wellcond.measurement.records import (
     HeadReport,
     Kappa,
     make_frame,
-    run_facts,
 )
 from wellcond.measurement.sharded import decided_by_first
 

@@ -112,7 +112,7 @@ class SpectralCap:
         >>> model.in_proj_weight.grad = torch.zeros(24, 8)
         >>> optimizer.step()
         >>> from wellcond import find_attention
-        >>> float(torch.linalg.matrix_norm(find_attention(model)[0].q.read(), 2).max()) <= 0.5
+        >>> float(torch.linalg.matrix_norm(find_attention(model)[0].q.read().detach(), 2).max()) <= 0.5
         True
 
     Reference: Newhouse et al., Training Transformers with Enforced Lipschitz Constants, arXiv 2507.13338 (the idea of a

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from wellcond.arguments import check_number
 from wellcond.attention.blocks import POSITIONS
-from wellcond.attention.checks import Chosen, check_readable, choose_sites
+from wellcond.attention.checks import Chosen, choose_sites
+from wellcond.attention.find import check_readable
 from wellcond.attention.sharding import reshard_, to_local, unwrap
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import OptionError, UnsupportedLayoutError

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from wellcond.arguments import check_choice, check_int, check_number, describe
 from wellcond.attention.blocks import block_matrices
-from wellcond.attention.checks import Chosen, check_readable, choose_sites
+from wellcond.attention.checks import Chosen, choose_sites
+from wellcond.attention.find import check_readable
 from wellcond.attention.sharding import (
     from_local,
     full_tensor,
@@ -127,7 +128,7 @@ def muon_groups(model: nn.Module, heads: Heads = "each", *, sites: Chosen | None
     Raises: UnknownChoiceError, AttentionNotFoundError, WellcondError for attention that stands in no list of blocks.
 
     Example:
-        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
         >>> muon_groups(model)
         MuonGroups(8 matrices, 4 of them by head, 16 others)
 
@@ -246,7 +247,7 @@ class HeadMuon(torch.optim.Optimizer):
     Raises: OptionError for values out of range, or parameters that are not among `groups.matrices`.
 
     Example:
-        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
         >>> groups = muon_groups(model)
         >>> muon = HeadMuon(groups, lr=2e-2)
         >>> adamw = torch.optim.AdamW(groups.others, lr=3e-4)
@@ -305,11 +306,12 @@ class HeadMuon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+                self._update(parameter, group)
         return loss
 
     def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        if parameter.grad is None:
+            return
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)

@@ -37,7 +37,7 @@ def plot_series(series: Series, column: str = "max_logit", kind: str = "map", ax
     if column not in series.columns:
         raise UnknownChoiceError("column of this run", column, series.columns)
     values = series.column(column).astype(np.float64)
-    rows = np.flatnonzero(~np.isnan(values).all(1)) if len(values) else []
+    rows: np.ndarray = np.flatnonzero(~np.isnan(values).all(1)) if len(values) else np.empty(0, int)
     if not len(rows):
         raise MonitorError(f"{column} was not seen in any step: there is nothing to plot")
     with needs_extra("matplotlib", "train"):

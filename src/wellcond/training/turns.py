@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.record import record
+from wellcond.attention.record import Field, record
 from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
 from wellcond.linalg.spectrum import spectrum
 from wellcond.measurement.measure import measure
 
+TOKENS: tuple[Field, ...] = ("tokens",)
 JACOBIAN_COLUMNS = ("kappa_x", "kappa_jacobian")
 MOST_TOKENS = 256
 
@@ -68,7 +69,7 @@ class OneHeadAtATime:
 
     def _kappa_of_tokens(self, site: AttentionSite, batch: Any) -> float:
         """Of the first sample, over distinct tokens and non-zero singular values; NaN where tokens were not seen."""
-        seen = record(self.model, batch, [site], ("tokens",)).sites[0]
+        seen = record(self.model, batch, [site], TOKENS).sites[0]
         tokens = seen.inputs.get("query", seen.argument)
         if tokens is None or tokens.dim() < 2 or tokens.shape[-1] != site.in_features:
             return math.nan

@@ -315,7 +315,7 @@ nystromformer = separate(
 # Storage that is neither three projections nor one
 
 
-def gpt2(place: ModuleContext, **columns: Any) -> AttentionSite:
+def gpt2(place: ModuleContext, **columns: Any) -> AttentionSite | None:
     """GPT-2 and its relatives: one fused weight; cross attention has a query of its own."""
     module: Any = place.module
     if not module.is_cross_attention:
@@ -325,7 +325,7 @@ def gpt2(place: ModuleContext, **columns: Any) -> AttentionSite:
     return with_stated_facts(place, site, {"causal": False} | columns)
 
 
-def imagegpt(place: ModuleContext) -> AttentionSite:
+def imagegpt(place: ModuleContext) -> AttentionSite | None:
     """As GPT-2; its scale is computed inside forward, from two options."""
     module: Any = place.module
     scale = module.head_dim**-0.5 if module.scale_attn_weights else 1.0

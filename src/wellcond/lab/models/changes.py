@@ -12,10 +12,10 @@ import torch
 from pydantic import PositiveInt
 from torch import nn
 
-from wellcond.attention.blocks import Matrix, block_matrices, elements_around, find_blocks, is_matrix
+from wellcond.attention.blocks import Matrix, block_matrices, elements_around
 from wellcond.attention.find import find_attention
 from wellcond.attention.layout import out_features
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.site import AttentionSite, find_blocks, is_matrix
 from wellcond.errors import RecipeError, WellcondError
 from wellcond.init.tokens import find_embeddings, find_positions
 from wellcond.lab.models.head_norm import add_head_norm_

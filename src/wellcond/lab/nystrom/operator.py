@@ -13,8 +13,8 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
+from wellcond.attention.kernels import map_statistics
 from wellcond.jacobian.capture import CapturedAttention
-from wellcond.jacobian.diagnosis import map_statistics
 from wellcond.jacobian.ends import from_the_right
 from wellcond.jacobian.module import ModuleJacobian
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, Triangle, TriangleHint
