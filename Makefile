@@ -30,7 +30,7 @@ $(VENV)/.installed-$(KEY) $(VENV)/.demo-$(KEY):
 	@rm -f $(VENV)/.installed-* $(VENV)/.demo-*
 	@touch $@
 
-demo: $(DEMO)  ## Train a small ViT on digits with seven initialisations at tuned rates and five seeds, compare, and write an HTML report
+demo: $(DEMO)  ## Train a small ViT on digits with seven initialisations at tuned rates and three seeds, compare, and write an HTML report
 	$(BIN)/wellcond demo
 
 test: $(STAMP)  ## Run the default tests (a few minutes)
@@ -57,6 +57,7 @@ examples: $(STAMP)  ## Run the five scripts of examples/, each under a minute on
 	@set -e; for script in examples/*.py; do echo "== $$script"; PYTHONPATH=$(CURDIR)/src $(BIN)/python $$script; done
 
 bench: $(STAMP)  ## Times of training steps, initialisation and Jacobians, each against its baselines in one run
+	$(BIN)/python benchmarks/acting.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/init_methods.py
 	$(BIN)/python benchmarks/language.py

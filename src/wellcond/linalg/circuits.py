@@ -14,6 +14,8 @@ from torch import Tensor
 
 ROLES = ("q", "k", "v", "o")
 CIRCUITS = {"qk": ("q", "k"), "ov": ("o", "v")}
+FIRST = tuple(first for first, _ in CIRCUITS.values())
+"""Of these the square root of the Gram matrix is needed."""
 PROBES = 8
 NUMBERS = (
     *(f"{name}_{role}" for role in ROLES for name in ("sigma_max", "sigma_min", "kappa", "rank")),
@@ -82,27 +84,36 @@ def circuit_numbers(grams: Mapping[str, Tensor], num_heads: int) -> dict[str, Te
         ([1.0, 1.0], [3.0, 3.0])
     """
     found = {name: torch.full((num_heads,), torch.nan, dtype=torch.float64) for name in NUMBERS}
-    full = {role: _of_query_heads(gram, num_heads) for role, gram in grams.items()}
     roots = {}
     for role in ROLES:
-        if role in full:
-            values, roots[role] = _eigenvalues(full[role])
-            found |= _numbers(values, role, ("sigma_max", "sigma_min", "kappa", "rank"))
+        if role in grams:
+            values, root = _eigenvalues(grams[role], with_root=role in FIRST)
+            found |= _numbers(_of_query_heads(values, num_heads), role, ("sigma_max", "sigma_min", "kappa", "rank"))
+            if root is not None:
+                roots[role] = _of_query_heads(root, num_heads)
     for circuit, (first, second) in CIRCUITS.items():
-        fits = first in roots and second in roots and roots[first].shape == full[second].shape
-        if fits:
-            values, _ = _eigenvalues(roots[first] @ full[second] @ roots[first])
+        if first not in roots or second not in grams:
+            continue
+        gram = _of_query_heads(grams[second].double(), num_heads)
+        if roots[first].shape == gram.shape:
+            values, _ = _eigenvalues(roots[first] @ gram @ roots[first])
             found |= _numbers(values, circuit, ("sigma_max", "sigma_min", "sec", "rank"))
-    if "duplicate" in full:
-        found["duplicate"] = full["duplicate"].double()
+    if "duplicate" in grams:
+        found["duplicate"] = _of_query_heads(grams["duplicate"], num_heads).double()
     return found
 
 
-def _eigenvalues(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues in ascending order, and the square root of a Gram matrix; NaN where it is not finite."""
+def _eigenvalues(gram: Tensor, *, with_root: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Eigenvalues in ascending order, and where asked for the square root; NaN where a matrix is not finite.
+
+    Eigenvalues alone take a fraction of the time of a decomposition with vectors.
+    """
     gram = gram.double()
     bad = ~torch.isfinite(gram).flatten(1).all(1)
-    values, vectors = torch.linalg.eigh(torch.where(bad[:, None, None], 0.0, gram))
+    gram = torch.where(bad[:, None, None], 0.0, gram)
+    if not with_root:
+        return torch.linalg.eigvalsh(gram).clamp_min(0.0).masked_fill(bad[:, None], torch.nan), None
+    values, vectors = torch.linalg.eigh(gram)
     values = values.clamp_min(0.0)
     root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
     return values.masked_fill(bad[:, None], torch.nan), root.masked_fill(bad[:, None, None], torch.nan)
