@@ -132,7 +132,7 @@ SHOWN = ("max_logit", "entropy", "first_share", "attention_share", "sec_qk", "ka
 
 
 def render_maps(series: Series, *, alarms: Sequence[Alarm] = (), title: str = "Heads of a run") -> str:
-    """A self-contained page without scripts: the alarms, and a map of every main column."""
+    """A self-contained page without scripts: a map of every main column, and the alarms."""
     steps = f"steps {series.steps[0]} to {series.steps[-1]}" if series.steps else "no step yet"
     facts = f"{len(series.steps)} readings of {series.num_heads} heads, {steps}."
     return (
@@ -140,7 +140,7 @@ def render_maps(series: Series, *, alarms: Sequence[Alarm] = (), title: str = "H
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{style()}{STYLE}</style></head>\n<body><main>"
         f'<h1>{html.escape(title)}</h1>\n<p class="lead">{facts}</p>\n'
-        f"{alarms_as_html(alarms)}\n{maps_as_html(series)}\n</main></body></html>\n"
+        f"{maps_as_html(series)}\n{alarms_as_html(alarms)}\n</main></body></html>\n"
     )
 
 
