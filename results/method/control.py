@@ -289,8 +289,10 @@ def report() -> None:
                 "" if setting == "off" else difference(ours[1], base[1], 1),
             ]
             print("|", " | ".join(cells), "|")
-        singular = sum(point["not_finite"] for run in tested for point in run["kappa"].values())
-        print(f"heads without a finite kappa(J): {singular}; left alone: {sum(run['left_alone'] for run in tested)}")
+        for setting, found in by_setting.items():
+            ends = [run["kappa"][steps[-1]] for run in found.values()]
+            lost, heads = sum(end["not_finite"] for end in ends), sum(end["heads"] for end in ends)
+            print(f"{setting}: {lost} of {heads} heads numerically singular at the end, left out of the means")
 
 
 def check() -> None:
