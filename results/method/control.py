@@ -50,7 +50,6 @@ RATES = (0.003, 0.0055, 0.01)
 TUNING, FRESH = (1000, 1001), (0, 1, 2, 3, 4)
 SETTINGS: dict[str, dict[str, Any]] = {
     "off": {},
-    "gentle": {"every": 16, "strength": 0.05},
     "firm": {"every": 16, "strength": 0.2},
     "kept": {"every": 16, "strength": 0.2, "kept": True},
 }
