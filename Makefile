@@ -30,7 +30,7 @@ $(VENV)/.installed-$(KEY) $(VENV)/.demo-$(KEY):
 	@rm -f $(VENV)/.installed-* $(VENV)/.demo-*
 	@touch $@
 
-demo: $(DEMO)  ## Train a small ViT on digits with seven initialisations at tuned rates and five seeds, compare, and write an HTML report
+demo: $(DEMO)  ## Train a small ViT on digits with seven initialisations at tuned rates and three seeds, compare, and write an HTML report
 	$(BIN)/wellcond demo
 
 test: $(STAMP)  ## Run the default tests (a few minutes)

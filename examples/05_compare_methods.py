@@ -1,4 +1,7 @@
-"""Compare methods over paired seeds, and see one of them lose: python examples/05_compare_methods.py."""
+"""Compare methods over paired seeds, and see one of them lose.
+
+Run: python examples/05_compare_methods.py
+"""
 
 from wellcond import lab
 
@@ -7,7 +10,7 @@ if __name__ == "__main__":  # processes that train import this file
         "model.arguments.depth=2",
         "optimizer.lr=3e-3",
         "training.length={epochs: 7}",
-        "tracking.jacobian_points=0",
+        "tracking={weights_every: null, jacobian_points: 0}",
     ]
     methods = ["default", "gaussian", "conditioned", "identity(lam=10)"]
     result = lab.compare("digits", methods=methods, seeds=3, settings=tiny)

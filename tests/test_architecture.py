@@ -77,7 +77,7 @@ def test_imports_point_downwards(path):
 
 
 LAB = [
-    {"settings", "seeding", "run_lengths", "records", "nystrom", "optimizers"},
+    {"settings", "seeding", "records", "nystrom", "optimizers"},
     {"data"},  # with tokenizers, which are trained on data
     {"user_code", "models"},
     {"methods", "tasks"},
@@ -291,6 +291,62 @@ def test_every_verb_walks_through_few_files():
         call()  # what is imported or computed once
         files = walked(call)
         assert len(files) <= most, files
+
+
+def walked_in_laboratory(call):
+    """Files of `lab` and `cli` whose code runs in a call."""
+    folders = tuple(str(SRC / name) for name in ("lab", "cli"))
+    return [file for file in walked(call) if file.startswith(folders) and file.endswith(".py")]
+
+
+@pytest.mark.slow
+def test_a_comparison_walks_to_its_page_through_few_files(tmp_path):
+    """Three runs each of two methods in this process, by the command, with the page at the end."""
+    pytest.importorskip("matplotlib")
+    from wellcond.cli.main import load_app
+
+    arguments = ["compare", "--recipe", "digits", "--methods", "default,gaussian", "--seeds", "3", "--jobs", "1"]
+    for change in ("training.length={steps: 4}", "evaluation.every={steps: 2}", "tracking.jacobian_points=0"):
+        arguments += ["--set", change]
+
+    def compare(folder):
+        with pytest.raises(SystemExit) as end:
+            load_app()([*arguments, "--cpu", "--quiet", "--folder", str(folder)])
+        assert end.value.code == 0 and (folder / "report" / "report.html").is_file()
+
+    compare(tmp_path / "first")  # what is imported or computed once
+    files = walked_in_laboratory(lambda: compare(tmp_path / "second"))
+    assert len(files) <= 44, files
+
+
+def test_a_story_walks_to_its_loss_through_few_files(tmp_path, monkeypatch):
+    """From a file of stories through tokens and a batch to the loss of a model."""
+    pytest.importorskip("transformers")
+    from wellcond.lab.load_recipe import load_recipe
+    from wellcond.lab.methods import MethodSettings
+    from wellcond.lab.train import prepare
+
+    monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "stories.txt").write_text("Once upon a time there was a cat who had a red ball.\n" * 400)
+    data = {"source": "files", "train": str(tmp_path / "stories.txt"), "evaluation_fraction": 0.1}
+    recipe, _ = load_recipe(
+        "gpt2-tinystories", changes={"data": data}, overrides=["evaluation.test=null", "task.tokenizer.vocabulary=280"]
+    )
+
+    def build_task():
+        prepare._KEPT.clear()
+        prepare.load_cached_data.cache_clear()
+        return prepare.prepare_task(recipe, seed=0, base=None)
+
+    task = build_task()  # what is imported or computed once
+    model = prepare.prepare_model(recipe, MethodSettings.model_validate("default"), task, seed=0, base=None)
+
+    def train_on_a_story():
+        task = build_task()
+        task.loss(model, task.train.fetch([(0, 0), (1, 0)])).backward()
+
+    files = walked_in_laboratory(train_on_a_story)
+    assert len(files) <= 9, files
 
 
 TESTS = Path(__file__).parent

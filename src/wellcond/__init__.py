@@ -129,7 +129,7 @@ _LAZY = {
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("Spectrum", "spectrum"),
     "measurement.measure": ("measure",),
-    "measurement.records": ("HeadReport", "LayerReport", "MeasureSettings", "MeasurementReport"),
+    "measurement.records": ("HeadReport", "LayerReport", "MeasurementReport", "MeasureSettings"),
     "jacobian.problem": ("JacobianSpectrum",),
     "measurement.tracker": ("ConditionTracker", "TrackPoint"),
     "training.alarms": ("Alarm", "Alarms"),

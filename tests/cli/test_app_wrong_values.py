@@ -7,6 +7,7 @@ import copy
 import functools
 import sys
 
+import numpy as np
 import pytest
 import typer.main
 from pydantic import ValidationError
@@ -23,6 +24,7 @@ from wellcond.lab.models.build import build_model
 from wellcond.lab.pool import Outcome
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import Settings, list_problems
+from wellcond.training.series import Series
 
 MODEL = "timm:test_vit"
 SMALL = [part for change in (*SETTINGS, "training.length={steps: 1}") for part in ("--set", change)]
@@ -39,6 +41,7 @@ CALLS = {
         {"model": MODEL},
         ["--layers", "0", "--heads", "0", "-o", "m.json", "--html", "m.html", "--force", "--model-arg", "img_size=32"],
     ),
+    "watch": ({"run": "watched.jsonl"}, ["--html", "w.html", "--force"]),
     "selftest": ({}, ["--device", "cpu", "--only", "bfloat16", "-o", "selftest.json", "--force"]),
     "train": ({"recipe": "digits"}, [*SMALL, "-o", "run", "--cpu", "-q"]),
     "compare": ({}, ["--recipe", "digits", *SMALL, "--no-report", "-o", "compared", "--cpu"]),
@@ -77,6 +80,9 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     (folder / "file").write_text("a file")
     save_file(wc.condition_(build_model(MODEL), "balanced").state_dict(), folder / "conditioned.safetensors")
+    series = Series([("attn", 2)], ["max_logit"])
+    series.write_to(folder / "watched.jsonl")
+    series.add(1, np.array([[3.0], [4.0]]))
     write_comparison(folder / "runs", usual_methods())
     write_comparison(folder / "whole", usual_methods()[:2])
     return folder

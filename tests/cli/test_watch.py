@@ -51,6 +51,12 @@ def test_the_doctor_replays_a_run(run, folder):
     assert code == 0 and [one["verdict"] for one in json.loads(out)] == [one.verdict for one in expected] != []
 
 
+def test_the_doctor_s_page_of_a_run_has_its_maps(run, folder, tmp_path):
+    code, _ = run("doctor", folder, "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert code == 0 and page.count('<table class="heads">') >= 4 and "QKClip" in page
+
+
 def test_what_the_weights_alone_say(run, tmp_path):
     sizes = {"vocab_size": 32, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(tmp_path / "gpt")
@@ -80,4 +86,6 @@ def test_mistakes(run, tmp_path):
     assert "is not what a monitor of wellcond writes" in out
     save_file({"a": torch.zeros(2)}, tmp_path / "w.safetensors")
     out, _ = run("doctor", tmp_path / "w.safetensors")
-    assert "wellcond doctor MODEL --weights" in out
+    assert "wellcond doctor MODEL --weights" in out and "--input none" in out
+    out, _ = run("doctor", tmp_path / "w.safetensors", "--against", tmp_path / "w.safetensors")
+    assert f"--against {tmp_path / 'w.safetensors'}" in " ".join(out.split())

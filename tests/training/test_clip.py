@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -228,6 +229,33 @@ def test_a_training_below_tau_is_the_same_bit_for_bit():
     train(plain, 5)
     train(clipped, 5, tau=1e6)
     assert same_state(clipped, plain.state_dict())
+
+
+@pytest.mark.parametrize("evaluating", ["eval", "inference mode"])
+def test_what_an_evaluation_sees_between_two_steps_is_not_clipped(evaluating):
+    model, tokens = encoder(), torch.randn(2, 5, 32)
+    state = state_of(model)
+    clip = wc.QKClip(model, optimizer := optimizer_of(model), 50.0)
+    for _ in range(2):
+        with torch.inference_mode():
+            model.train(evaluating == "inference mode")(1e4 * tokens)
+        model.train()(tokens).sum()
+        optimizer.step()
+    largest = largest_logits(model, wc.find_attention(model), lambda: model(tokens))
+    seen = {(row["site"], row["head"]): row["max_logit"] for row in clip.records()}
+    assert all(row["steps_seen"] == 2 and row["times_clipped"] == 0 for row in clip.records())
+    for site, values in largest.items():
+        for head, value in enumerate(values.tolist()):
+            assert value <= seen[site, head] + 1e-5 <= value + math.log(5) + 1e-4
+    assert same_state(model, state)
+
+
+def test_a_monitor_that_does_not_read_every_step_is_refused():
+    model = encoder()
+    for options in ({"every": 50}, {"every": 1, "columns": ["entropy"]}):
+        monitor = wc.AttentionMonitor(model, **options)
+        with pytest.raises(wc.OptionError, match="every=1"):
+            wc.QKClip(model, optimizer_of(model), monitor=monitor)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

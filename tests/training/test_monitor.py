@@ -216,6 +216,26 @@ def test_microbatches_accumulate_and_evaluation_does_not_count():
                                rtol=1e-4, atol=1e-5, equal_nan=True)  # fmt: skip
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_model_that_moves_after_the_monitor_was_made(every):
+    """Weights may be elsewhere later, or compute elsewhere than they are kept: buffers follow the passes."""
+    torch.manual_seed(0)
+    model = vit()
+    with torch.device("meta"):
+        later = vit()
+    monitor = wc.AttentionMonitor(later.train(), every=every)
+    later.to_empty(device="cpu").load_state_dict(model.state_dict())
+    expected = wc.AttentionMonitor(model.train(), every=every)
+    for _ in range(2):
+        for one, its in ((later, monitor), (model, expected)):
+            loss_of(one).backward()
+            its.step()
+    for its in (monitor, expected):
+        its.close()
+    torch.testing.assert_close(monitor.series.values, expected.series.values, rtol=0, atol=0, equal_nan=True)
+    assert monitor.not_seen == {}
+
+
 def _selective():
     return create_selective_checkpoint_contexts(
         lambda context, operator, *args, **kwargs: (

@@ -158,3 +158,71 @@ def test_observing_never_calls_the_operator_again():
     layer(X).sum().backward()
     monitor.step()
     assert len(calls) == 1 and IMAGES.shape[0] == 4
+
+
+class Packed(Attention):
+    """Sequences of several lengths without padding, as nested tensors."""
+
+    def __init__(self, layout, operator):
+        super().__init__(operator)
+        self.layout = layout
+
+    def forward(self, x):
+        lengths = (20, 7)
+        parts = [part(x) for part in (self.q_proj, self.k_proj, self.v_proj)]
+        nested = [
+            torch.nested.as_nested_tensor(
+                [one[:length].unflatten(-1, (4, 6)) for one, length in zip(part, lengths, strict=True)],
+                layout=self.layout,
+            )
+            for part in parts
+        ]
+        nested = [part.transpose(1, 2) for part in nested]
+        if self.layout == torch.strided:
+            nested = [part.contiguous() for part in nested]
+        out = self.operator(*nested).transpose(1, 2).unbind()
+        return torch.cat([self.o_proj(one.flatten(-2)) for one in out])
+
+
+def _products(q, k, v):
+    return (q @ k.transpose(-1, -2) / 6**0.5).softmax(-1) @ v
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "layout, operator",
+    [
+        (torch.strided, F.scaled_dot_product_attention),
+        (torch.strided, _products),
+        (torch.jagged, F.scaled_dot_product_attention),
+    ],
+    ids=["strided, sdpa", "strided, products", "jagged, sdpa"],
+)
+def test_nested_tensors_are_not_seen_and_not_disturbed(layout, operator):
+    torch.manual_seed(0)
+    layer = Packed(layout, operator)
+    expected = layer(X)
+    seen = []
+    frame, monitor = read_once(layer, lambda model: seen.append(model(X)))
+    assert torch.equal(seen[0], expected)
+    seen[0].sum().backward()
+    assert frame[["max_logit", "entropy", "q_norm"]].isna().all().all() and frame["kappa_q"].notna().all()
+    assert "nested" in monitor.not_seen[""]["max_logit"]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@torch.no_grad()  # on a CPU it has no backward pass
+def test_flex_attention_is_not_seen_and_not_disturbed():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.manual_seed(0)
+    layer = Attention(lambda q, k, v: (flex_attention(q, k, v),))
+    plain = Attention(lambda q, k, v: (F.scaled_dot_product_attention(q, k, v),))
+    plain.load_state_dict(layer.state_dict())
+    expected = layer(X)
+    torch.testing.assert_close(expected, plain(X))
+    seen = []
+    frame, monitor = read_once(layer, lambda model: seen.append(model(X)))
+    assert torch.equal(seen[0], expected)
+    assert frame[["max_logit", "entropy", "q_norm"]].isna().all().all() and frame["kappa_q"].notna().all()
+    assert "flex_attention" in monitor.not_seen[""]["max_logit"]

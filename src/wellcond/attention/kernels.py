@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -221,10 +222,15 @@ def read_call(
 
 def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelCall:
     """What `scaled_dot_product_attention` was called with."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = sdpa_arguments(args, kwargs)
     q = given["query"]
     return _as_sdpa(KernelCall(SDPA, q, given["key"], given["value"], **_options(given)), given)
+
+
+def sdpa_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `scaled_dot_product_attention` by name."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _as_sdpa(call: KernelCall, given: dict[str, Any]) -> KernelCall:
@@ -263,15 +269,24 @@ def first_named(given: dict[str, Any], names: Sequence[str]) -> Tensor | None:
     return next((given[name] for name in names if isinstance(given.get(name), Tensor)), None)
 
 
+def given_scale(given: dict[str, Any]) -> float | None:
+    """The scale of the logits among arguments."""
+    return next((float(given[name]) for name in SCALES if isinstance(given.get(name), numbers.Real)), None)
+
+
+def is_causal(given: dict[str, Any]) -> bool:
+    """Whether arguments ask for a causal mask."""
+    return any(given.get(name) is True for name in CAUSAL)
+
+
 def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether these may be queries, keys and values."""
     return q.dim() == k.dim() == v.dim() >= 2 and q.shape[-1] == k.shape[-1] and k.shape[:-1] == v.shape[:-1]
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
-    scale = next((float(given[name]) for name in SCALES if isinstance(given.get(name), (int, float))), None)
     mask = first_named(given, MASKS)
-    found: dict[str, Any] = {"scale": scale}
+    found: dict[str, Any] = {"scale": given_scale(given)}
     if mask is not None:
         found["visible" if mask.dtype == torch.bool else "bias"] = mask
     return found
@@ -282,7 +297,7 @@ def _masked_causally(call: KernelCall, given: dict[str, Any], *, from_end: bool)
 
     Of fewer queries than keys these are the last where `from_end`, else the first.
     """
-    causal, numbers = any(given.get(name) is True for name in CAUSAL), []
+    causal, numbers = is_causal(given), []
     for part, names in zip((call.q, call.k), SEQUENCES, strict=True):
         at = torch.arange(part.shape[-2], device=part.device)
         begins = first_named(given, names)

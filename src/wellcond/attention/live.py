@@ -20,15 +20,16 @@ from torch.utils.hooks import RemovableHandle
 
 from wellcond.attention.evaluation import first_tensor
 from wellcond.attention.kernels import (
-    CAUSAL,
     MASKS,
     NAMES,
-    SCALES,
     SEQUENCES,
     TORCH_OPERATORS,
     KernelWatch,
     first_named,
+    given_scale,
+    is_causal,
     log_sum_exp,
+    sdpa_arguments,
 )
 from wellcond.attention.record import HOW_TO_SEE, by_head
 from wellcond.attention.sharding import unwrap, wrappers
@@ -49,6 +50,8 @@ COMPILED = "it is compiled (torch.compile), and compiled code calls no hooks"
 OTHER_SOFTMAX = "its softmax is not over tokens"
 SECOND_STREAM = "it is a second stream of another attention layer"
 NESTED = "it runs inside another attention layer"
+OTHER_TENSORS = "its kernel gets tensors of another class than torch.Tensor"
+NESTED_TENSORS = "its kernel gets nested tensors"
 NO_KERNEL = f"no kernel was visible in it; {HOW_TO_SEE}"
 
 
@@ -205,28 +208,26 @@ class _Trace:
         self.versions += [(one, one._version) for one in tensors if one is not None]
 
     def enter_sdpa(self, args: Any, kwargs: Any) -> None:
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = sdpa_arguments(args, kwargs)
+        if given["query"].is_nested:
+            self.call = LiveCall(why=NESTED_TENSORS)
+            return
         self._begin(given)
         self.inside = True
 
     def _begin(self, given: dict[str, Any]) -> None:
-        q, mask = given["query"], first_named(given, MASKS)
-        self.call = LiveCall(
-            q,
-            given["key"],
-            given["value"],
-            scale=q.shape[-1] ** -0.5 if given.get("scale") is None else float(given["scale"]),
-            causal=bool(given.get("is_causal", False)),
-            mask=mask,
-        )
-        self.keep(q, self.call.k, self.call.v, self.call.mask)
+        q, k, v, mask = given["query"], given["key"], given["value"], first_named(given, MASKS)
+        self.call = LiveCall(q, k, v, scale=_scale_of(q, given), causal=is_causal(given), mask=mask)
+        self.keep(q, k, v, mask)
 
     def see(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note one operator."""
         hidden = higher_order_name(operator)
         if hidden is not None:
             self.hidden = self.hidden or f"its logits are computed inside {hidden}"
+            return
+        if any(isinstance(one, Tensor) and one.is_nested for one in (*args, result)):
+            self.hidden = self.hidden or NESTED_TENSORS
             return
         name = operator.overloadpacket.__name__
         if name in ("_softmax", "_safe_softmax") and (self.call is None or self.inside):
@@ -292,9 +293,7 @@ def _read_foreign(call: LiveCall, heads: int, parts: Sequence[Tensor], given: di
         call.why = f"whether {call.foreign} has heads before tokens or after them cannot be seen"
         return
     call.q, call.k, call.v = (q, k, v) if before else (part.transpose(1, 2) for part in parts)
-    scale = next((float(given[name]) for name in SCALES if isinstance(given.get(name), (int, float))), None)
-    call.scale = call.q.shape[-1] ** -0.5 if scale is None else scale
-    call.causal = any(given.get(name) is True for name in CAUSAL)
+    call.scale, call.causal = _scale_of(call.q, given), is_causal(given)
     call.mask = first_named(given, MASKS)
     returned = result if isinstance(result, (tuple, list)) else (result,)
     found = [one for one in returned if isinstance(one, Tensor) and one.shape == call.q.shape[:3]]
@@ -302,6 +301,11 @@ def _read_foreign(call: LiveCall, heads: int, parts: Sequence[Tensor], given: di
         call.lse = found[0]
     else:
         call.why = f"{call.foreign} returns no log-sum-exp"
+
+
+def _scale_of(q: Tensor, given: dict[str, Any]) -> float:
+    scale = given_scale(given)
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 Seen = Callable[[int, LiveCall], None]
@@ -312,7 +316,7 @@ class LiveHooks:
     """Hooks of attention layers, for as long as they are attached.
 
     Only passes in training mode count, once each: what activation checkpointing runs again in the backward pass is left
-    out, and so is evaluation.
+    out, and so is evaluation, by ``model.eval()`` or in inference mode.
 
     Args:
         model: the model that trains.
@@ -402,7 +406,7 @@ class LiveHooks:
             self.why[number] = trace.hidden or NO_KERNEL
             return
         if any(part is not None and type(part) is not Tensor for part in call.tensors()):
-            call = LiveCall(why="its kernel gets tensors of another class than torch.Tensor")
+            call = LiveCall(why=OTHER_TENSORS)
         elif any(tensor._version != version for tensor, version in trace.versions):
             call = LiveCall(why="the layer overwrites what its kernel got or gave")
         call = _with_heads(call, self.sites[number].num_heads)
@@ -466,7 +470,9 @@ def _with_heads(call: LiveCall, num_heads: int) -> LiveCall:
 
 def _counts(module: nn.Module) -> bool:
     """Whether a call belongs to a pass that is to be seen."""
-    return not torch.compiler.is_compiling() and module.training and not in_backward_pass()
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return False
+    return module.training and not in_backward_pass()
 
 
 def _never_seen(site: AttentionSite) -> str:

@@ -51,15 +51,19 @@ def doctor(
     cli.check_outputs(output, html, force=force)
     path = Path(model)
     if path.suffix == ".jsonl" or (path.is_dir() and (path / "monitor.jsonl").is_file()):
-        _replay(path, json=json, output=output)
+        _replay(path, json=json, output=output, html=html)
         return
     if path.is_dir() and (path / "config.json").is_file():
         model, input = f"hf:{model}", "none"
-    elif path.suffix in (".safetensors", ".pt", ".bin") and path.is_file():
+    elif path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar") and path.is_file():
+        other = "" if against is None else f" --against {against}"
         raise cli.OptionError(
-            f"{model} holds weights, and which rows of them are heads is known for a MODEL only; type "
-            f"wellcond doctor MODEL --weights {model} --input none"
+            f"{model} holds weights, and which rows of them are heads is known for a model only; type "
+            f"wellcond doctor MODEL --weights {model}{other or ' --input none'}, where MODEL is the model that they "
+            "are of, such as timm:vit_base_patch16_224 or hf:gpt2"
         )
+    if against is not None and html is not None:
+        raise cli.OptionError("--html: a comparison of two checkpoints has no page; leave it out, or give -o FILE")
     if against is not None:
         _compare(model, model_arg, weights, against, seed, json=json, output=output)
         return
@@ -143,10 +147,11 @@ def _build(
     return model, batch, described_model | {"input": described}
 
 
-def _replay(path: Path, *, json: bool, output: Path | None) -> None:
+def _replay(path: Path, *, json: bool, output: Path | None, html: Path | None) -> None:
     """The alarms of a run, from what its monitor wrote."""
     from wellcond.cli.watch import find_file
     from wellcond.training.alarms import Alarms
+    from wellcond.training.heads_map import render_maps
     from wellcond.training.series import Series
 
     series = Series.read(find_file(path))
@@ -163,6 +168,9 @@ def _replay(path: Path, *, json: bool, output: Path | None) -> None:
     if output is not None:
         write_atomically(output, content + "\n")
         echo(f"wrote {output}", err=json)
+    if html is not None:
+        write_atomically(html, render_maps(series, alarms=alarms, title=str(path)))
+        echo(f"wrote {html}", err=json)
 
 
 def _compare(

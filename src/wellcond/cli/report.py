@@ -196,12 +196,11 @@ def pack(
     folder: Annotated[Path, cli.folder_argument(help="Full runs of wellcond compare or train, at any depth.")],
     output: Annotated[Path, Option("--output", "-o", help="Folder to write to, laid out in the same way.")],
 ) -> None:
-    """Pack runs into one small file each, with a report without figures; all tables stay the same.
+    """Pack each comparison into one small file, a line of JSON for each run; all tables stay the same.
 
     `wellcond report`, `claims` and `reproduce --records` read both forms. A packed comparison in OUTPUT is replaced.
     """
     from wellcond.lab.report.pack import pack as pack_runs
 
-    for home in pack_runs(folder, output):
-        size = sum(path.stat().st_size for path in home.rglob("*") if path.is_file())
-        make_console().print(f"packed: {home}, {size / 1000:.0f} kB", markup=False, soft_wrap=True)
+    for file in pack_runs(folder, output):
+        make_console().print(f"packed: {file}, {file.stat().st_size / 1000:.0f} kB", markup=False, soft_wrap=True)

@@ -90,7 +90,7 @@ def _device(name: str) -> torch.device:
 def _machine(device: torch.device) -> dict[str, Any]:
     import torch
 
-    found = {
+    found: dict[str, Any] = {
         "device": str(device),
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type,
         "torch": torch.__version__,
@@ -217,7 +217,10 @@ def jacobian(device: torch.device) -> dict[str, Any]:
     for one in (torch.device("cpu"), device):
         model = _encoder(one)
         report = wc.measure(model, _tokens(one)[:1, :8], jacobian=True, heads=[0])
-        numbers.append(report.layers[0].heads[0].jacobian.sigma_max)
+        found = report.layers[0].heads[0].jacobian
+        if found is None:
+            raise Differs(f"the Jacobian of a head was not measured on {one}")
+        numbers.append(found.sigma_max)
     return {"sigma max": _close("sigma_max(J)", torch.tensor(numbers[1]), torch.tensor(numbers[0]), 1e-3)}
 
 

@@ -358,7 +358,7 @@ def read_methods(given: Any, parts: OwnParts) -> tuple[tuple[MethodSettings, ...
         return given.methods, parts.code
     if isinstance(given, str):
         return parse_methods(given), parts.code
-    functions = {}
+    functions: dict[str, Callable[..., Any]] = {}
     for one in given:
         if callable(one) and not isinstance(one, (str, MethodSettings)):
             functions[name_of(one, functions)] = one

@@ -93,15 +93,16 @@ def join_parts(
     say: Callable[[str], Any],
 ) -> OwnParts:
     """The recipe of a comparison, or one for the user's model and data; `say` gets what was changed to fit the data."""
-    files = tuple(Path(file).resolve() for file in files)
-    for file in files:
+    imported = tuple(Path(file).resolve() for file in files)
+    for file in imported:
         import_file(file)
     if data is None and data_options:
         raise OptionError("--input and --label name columns of --data; give it too")
     if recipe is None and data is None:
         raise OptionError("expected a recipe, or data with a model or the default one, found neither")
     source = None if data is None else source_of(data, **data_options)
-    models, changes = {}, {}
+    models: dict[str, Callable[..., Any]] = {}
+    changes: dict[str, Any] = {}
     word = ""
     if callable(model):
         word = name_of(model)
@@ -115,7 +116,7 @@ def join_parts(
     if source is not None:
         changes["data"] = source.model_dump(mode="json", exclude_defaults=True) | {"source": source.source}
     held = (source, held_data(source)) if isinstance(source, ObjectConfig) else None
-    code = UserCode(files, models, data=held)
+    code = UserCode(imported, models, data=held)
     code.install()
     base: Path | None = None
     if isinstance(recipe, Recipe) and not changes and not settings:

@@ -110,7 +110,7 @@ def try_(
     chosen, code = read_methods(methods, parts)
     if len(chosen) < 2:
         raise OptionError("methods: expected a baseline and at least one other method", found=methods)
-    options = {"base": parts.base, "cpu": cpu, "local_code": parts.trusted, "user_code": code}
+    options: dict[str, Any] = {"base": parts.base, "cpu": cpu, "local_code": parts.trusted, "user_code": code}
     place = Path(folder) if folder is not None else choose_folder(parts, "-try")
     job = Job(parts.recipe, chosen[0], 0, place, **options)
     workers = choose_workers(at_once, job)

@@ -143,6 +143,7 @@ class QKClip:
             monitor = self._own_monitor = AttentionMonitor(
                 model, every=1, columns=["max_logit"], weights=False, sites=chosen, group=process_group
             )
+        _check_monitor(monitor)
         self.monitor: LogitSource = monitor
         self._unknown: set[str] = set()
         self._state = _State(len(self._groups), device)
@@ -269,6 +270,14 @@ def _check_options(tau: Any, alpha: Any) -> tuple[float, float]:
     if tau == 0 or alpha > 1:
         raise OptionError(f"{VERB}: expected tau above 0 and alpha from 0 to 1, got tau={tau:g}, alpha={alpha:g}")
     return tau, alpha
+
+
+def _check_monitor(monitor: LogitSource) -> None:
+    if isinstance(monitor, AttentionMonitor) and (monitor.every > 1 or "max_logit" not in monitor.series.columns):
+        raise OptionError(
+            f"{VERB}: expected a monitor that reads max_logit at every step, found every={monitor.every} and columns "
+            f"{', '.join(monitor.series.columns)}; make it with every=1, or leave monitor= out for one of its own"
+        )
 
 
 # Which layers

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wellcond.errors import UnknownChoiceError
+from wellcond.pages import style
 from wellcond.training.alarms import Alarm
 from wellcond.training.series import Series
 
@@ -106,47 +107,74 @@ def show_map(series: Series, column: str = "max_logit", *, alarms: Sequence[Alar
         lines += [f"{short if number == 0 else '':<{room}}  {part}" for number, part in enumerate(parts)]
     order = "▁ high  █ low" if column in LOW_IS_BAD else "▁ low  █ high"
     raised = f"{len(alarms)} alarm{'' if len(alarms) == 1 else 's'}" if alarms else "no alarm"
+    raised += f", the last {MOST_ALARMS}:" if len(alarms) > MOST_ALARMS else ""
     lines += ["", f"{order}  · not seen; {raised}"]
-    for alarm in list(alarms)[-MOST_ALARMS:]:
+    latest = list(alarms)[-MOST_ALARMS:]
+    for alarm, following in zip(latest, [*latest[1:], None], strict=True):
         lines += textwrap.wrap(f"step {alarm.step}, {alarm.severity}: {alarm.verdict}", width, subsequent_indent="  ")
-        lines.append(f"  do: {alarm.remedy}")
+        if following is None or following.remedy != alarm.remedy:
+            lines.append(f"  do: {alarm.remedy}")
     return "\n".join(lines)
 
 
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#1c2430}
-table{border-collapse:collapse;margin:.5rem 0 1.5rem}th{font-weight:500;text-align:left;padding-right:1rem}
-td{width:1.4rem;height:1.4rem;border:1px solid #fff;text-align:center}
-.s0{background:repeating-linear-gradient(45deg,#eee 0 3px,#fff 3px 6px)}
+STYLE = """table.heads{width:auto;margin:4px 0 2px}
+table.heads th{padding:0 10px 0 0;border:0;font-weight:500;vertical-align:middle}
+table.heads thead th{font-size:11px;font-weight:400;padding:0;text-align:center}
+table.heads td{width:22px;min-width:22px;height:22px;padding:0;border:1px solid var(--card)}
+.s0{background:repeating-linear-gradient(45deg,var(--line) 0 3px,var(--card) 3px 6px)}
 .s1{background:#eef4fa}.s2{background:#cfe1f2}.s3{background:#a6cbe6}.s4{background:#f6d9a8}.s5{background:#f0b36b}
-.s6{background:#e3853f}.s7{background:#cc4b2a}.s8{background:#96201c}code{background:#f3f4f6;padding:.1rem .3rem}"""
+.s6{background:#e3853f}.s7{background:#cc4b2a}.s8{background:#96201c}
+.key{display:inline-block;width:14px;height:14px;border:1px solid var(--line)}
+.alarms li{margin:0 0 12px}.alarms code{display:block;margin:4px 0;padding:6px 10px;background:var(--page);
+border-radius:5px;white-space:pre-wrap;overflow-wrap:anywhere}"""
+SHOWN = ("max_logit", "entropy", "first_share", "attention_share", "sec_qk", "kappa_q")
+"""Columns that a page has maps of."""
 
 
 def render_maps(series: Series, *, alarms: Sequence[Alarm] = (), title: str = "Heads of a run") -> str:
-    """A self-contained page without scripts: a map of every main column, and the alarms."""
-    columns = [name for name in ("max_logit", "entropy", "first_share", "attention_share", "sec_qk", "kappa_q")
-               if name in series.columns]  # fmt: skip
-    parts = [f"<h1>{html.escape(title)}</h1>"]
-    if alarms:
-        items = "".join(
-            f"<li><b>step {alarm.step}, {alarm.severity}</b>: {html.escape(alarm.verdict)}<br>"
-            f"<code>{html.escape(alarm.remedy)}</code><br><small>{html.escape(alarm.evidence)}</small></li>"
-            for alarm in alarms
-        )
-        parts.append(f"<h2>Alarms</h2><ul>{items}</ul>")
-    else:
-        parts.append("<p>No alarm.</p>")
-    for column in columns:
-        found = make_map(series, column)
-        parts.append(f"<h2>{html.escape(column)}, step {found.step}</h2><p>{html.escape(found.words)}</p><table>")
-        for name, shades, numbers in found.rows:
-            cells = "".join(
-                f'<td class="s{shade}" title="head {head}: {number:.4g}"></td>'
-                for head, (shade, number) in enumerate(zip(shades, numbers, strict=True))
-            )
-            parts.append(f"<tr><th>{html.escape(name or '(model)')}</th>{cells}</tr>")
-        parts.append("</table>")
-    page = "\n".join(parts)
+    """A self-contained page without scripts: the alarms, and a map of every main column."""
+    steps = f"steps {series.steps[0]} to {series.steps[-1]}" if series.steps else "no step yet"
+    facts = f"{len(series.steps)} readings of {series.num_heads} heads, {steps}."
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>\n<body>{page}</body></html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{style()}{STYLE}</style></head>\n<body><main>"
+        f'<h1>{html.escape(title)}</h1>\n<p class="lead">{facts}</p>\n'
+        f"{alarms_as_html(alarms)}\n{maps_as_html(series)}\n</main></body></html>\n"
+    )
+
+
+def alarms_as_html(alarms: Sequence[Alarm]) -> str:
+    """A section with every alarm, its line to type and its source."""
+    if not alarms:
+        return "<section><h2>Alarms</h2><p>No alarm.</p></section>"
+    items = (
+        f"<li><b>step {alarm.step}, {alarm.severity}</b>: {html.escape(alarm.verdict)}"
+        f"<code>{html.escape(alarm.remedy)}</code><small>{html.escape(alarm.evidence)}</small></li>"
+        for alarm in alarms
+    )
+    return f'<section><h2>Alarms</h2><ul class="alarms">{"".join(items)}</ul></section>'
+
+
+def maps_as_html(series: Series) -> str:
+    """A section for every main column, in the style sheet of all pages and `STYLE`."""
+    return "\n".join(_map_as_html(series, column) for column in SHOWN if column in series.columns)
+
+
+def _map_as_html(series: Series, column: str) -> str:
+    found = make_map(series, column)
+    most = max((len(shades) for _, shades, _ in found.rows), default=0)
+    numbers = "".join(f"<th>{head}</th>" for head in range(most))
+    rows = [f"<thead><tr><th></th>{numbers}</tr></thead>"]
+    for name, shades, values in found.rows:
+        cells = "".join(
+            f'<td class="s{shade}" title="head {head}: {value:.4g}"></td>'
+            for head, (shade, value) in enumerate(zip(shades, values, strict=True))
+        )
+        rows.append(f"<tr><th>{html.escape(name or '(model)')}</th>{cells}</tr>")
+    low, high = ("high", "low") if column in LOW_IS_BAD else ("low", "high")
+    key = f'<i class="key s1"></i> {low} <i class="key s8"></i> {high} <i class="key s0"></i> not seen'
+    return (
+        f"<section><h2>{html.escape(column)}, step {found.step}</h2><p>{html.escape(found.words)}.</p>"
+        f'<div class="scroll"><table class="heads">{"".join(rows)}</table></div><small>{key}</small></section>'
     )

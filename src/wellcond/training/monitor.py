@@ -44,6 +44,15 @@ class _Buffers:
         empty = functools.partial(torch.zeros, device=device, dtype=torch.float32)
         return cls(empty(heads, means), empty(heads, means), torch.full((heads, maxima), -torch.inf, device=device))
 
+    def with_more(self, heads: int) -> _Buffers:
+        """The same with empty rows for further heads."""
+        more = _Buffers.on(self.sums.device, heads, self.sums.shape[1], self.maxima.shape[1])
+        pairs = zip(self.tensors(), more.tensors(), strict=True)
+        return _Buffers(*(torch.cat(pair) for pair in pairs))
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.sums, self.weights, self.maxima
+
     def clear(self) -> None:
         self.sums.zero_()
         self.weights.zero_()
@@ -64,7 +73,9 @@ class _Flush:
     """What one step left on its way to the host."""
 
     step: int
-    tables: list[Tensor]
+    tables: dict[torch.device, Tensor]
+    rows: list[tuple[torch.device, slice]]
+    """Of every layer, which rows of which table."""
     grams: list[dict[str, Tensor]]
     measured: dict[str, Tensor]
     """Columns of the host's own."""
@@ -169,6 +180,8 @@ class AttentionMonitor:
         self._places: dict[tuple[int, int], slice | Tensor | None] = {}
         self._buffers: dict[torch.device, _Buffers] = {}
         self._rows: list[tuple[torch.device, slice]] = []
+        self._homes: list[torch.device] = []
+        """Of every layer, where its weights were when the buffers were made."""
         self._grams: list[dict[str, Tensor]] | None = None
         self._pending: list[_Flush] = []
         self._make_buffers()
@@ -291,9 +304,9 @@ class AttentionMonitor:
 
     def _arm(self) -> None:
         due = self.is_due(self.num_steps + 1)
+        if due and self._homes != [site.q.parameter.device for site in self.sites]:
+            self._make_buffers()
         if due and not self._armed:
-            if any(site.q.parameter.device != on for site, (on, _) in zip(self.sites, self._rows, strict=True)):
-                self._make_buffers()
             self._hooks.attach()
         if not due and self._armed:
             self._hooks.detach()
@@ -301,23 +314,38 @@ class AttentionMonitor:
 
     def _make_buffers(self) -> None:
         """On the devices where the weights are now."""
-        counts: dict[torch.device, int] = {}
-        self._rows = []
-        for site in self.sites:
-            device = site.q.parameter.device
-            first = counts.get(device, 0)
-            counts[device] = first + site.num_heads
-            self._rows.append((device, slice(first, counts[device])))
-        means, maxima = len(self._means), len(self._maxima)
-        self._buffers = {device: _Buffers.on(device, count, means, maxima) for device, count in counts.items()}
+        self._homes = [site.q.parameter.device for site in self.sites]
+        self._buffers, self._rows, self._places = {}, [], {}
+        for site, device in zip(self.sites, self._homes, strict=True):
+            self._rows.append((device, self._new_rows(site, device)))
+
+    def _new_rows(self, site: AttentionSite, device: torch.device) -> slice:
+        known, heads = self._buffers.get(device), site.num_heads
+        first = 0 if known is None else len(known.sums)
+        if known is None:
+            self._buffers[device] = _Buffers.on(device, heads, len(self._means), len(self._maxima))
+        else:
+            self._buffers[device] = known.with_more(heads)
+        return slice(first, first + heads)
+
+    def _buffers_on(self, number: int, device: torch.device) -> _Buffers:
+        """The buffers of a layer, where its pass runs: weights may be kept elsewhere, or the model was moved."""
+        before = self._rows[number][0]
+        if before != device:
+            self._rows[number] = device, self._new_rows(self.sites[number], device)
+            self._places = {}
+            if all(on != before for on, _ in self._rows):
+                del self._buffers[before]
+        return self._buffers[device]
 
     def _see(self, number: int, call: LiveCall) -> None:
-        buffers, place = self._buffers[self._rows[number][0]], None
+        place = None
         for column in self._columns:
             value = column.read(call)
             if isinstance(value, str):
                 self._why[number].setdefault(column.name, value)
                 continue
+            buffers = self._buffers_on(number, value.device)
             if place is None:
                 tensor = call.logits if call.q is None else call.q
                 place = self._place(number, value.shape[1] if tensor is None else tensor.shape[1])
@@ -344,11 +372,10 @@ class AttentionMonitor:
         buffers.weights[rows, at] += finite.sum((0, 2))
 
     def _stream(self, number: int, what: str, tensor: Tensor) -> None:
-        device, rows = self._rows[number]
-        at = self._means.index(f"_{what}")
-        square = tensor.detach().float().square().sum()
-        self._buffers[device].sums[rows, at] += square
-        self._buffers[device].weights[rows, at] += tensor.numel()
+        buffers = self._buffers_on(number, tensor.device)
+        rows, at = self._rows[number][1], self._means.index(f"_{what}")
+        buffers.sums[rows, at] += tensor.detach().float().square().sum()
+        buffers.weights[rows, at] += tensor.numel()
         if what == "added":
             self._known[number].add(SHARE)
 
@@ -365,11 +392,12 @@ class AttentionMonitor:
     # From the device to the host
 
     def _flush(self, measured: dict[str, Tensor]) -> None:
-        tables = [buffers.reduce(self.group) for buffers in self._buffers.values()]
+        tables = {device: buffers.reduce(self.group) for device, buffers in self._buffers.items()}
         grams = []
         if self._weights and (self.num_steps % self.weights_every == 0 or self.num_steps == self._first_step + 1):
             grams = [gram_matrices({role: slot.read() for role, slot in site.slots.items()}) for site in self.sites]
-        flush = _Flush(self.num_steps, [_to_host(table) for table in tables], [], measured)
+        copies = {device: _to_host(table) for device, table in tables.items()}
+        flush = _Flush(self.num_steps, copies, list(self._rows), [], measured)
         flush.grams = [{role: _to_host(part) for role, part in of_site.items()} for of_site in grams]
         for device in self._buffers:
             if device.type == "cuda":
@@ -390,8 +418,7 @@ class AttentionMonitor:
 
     def _finish(self, flush: _Flush) -> np.ndarray:
         """The numbers of a step as (heads, columns), from sums, weights, maxima and Gram matrices."""
-        tables = dict(zip(self._buffers, flush.tables, strict=True))
-        parts = [tables[device][rows] for device, rows in self._rows]
+        parts = [flush.tables[device][rows] for device, rows in flush.rows]
         table = torch.cat(parts).double()
         count = len(self._means)
         sums, weights, maxima = table[:, :count], table[:, count : 2 * count], table[:, 2 * count :]

@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,8 +15,8 @@ from wellcond.cli.main import main
 from wellcond.errors import RunError
 from wellcond.lab.plan import write_comparison
 from wellcond.lab.pool import run_jobs
-from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
-from wellcond.lab.reproduce.catalogue import Entry, catalogue
+from wellcond.lab.reproduce.beside_paper import _averaged, outcome_tables, write_outcome
+from wellcond.lab.reproduce.catalogue import Entry, catalogue, find_entry
 from wellcond.lab.reproduce.computed import SIZES, count
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, find_study, may_be_paired
@@ -131,14 +132,15 @@ def test_committed_records_are_printed():
 
 
 def test_rows_under_other_settings_are_not_paired():
-    short, long = (find_study(RESULTS / name) for name in ("lra/analysis/lambda", "lra/text"))
-    without = find_study(RESULTS / "lra/analysis/without-norm")
-    assert may_be_paired(short, without, ("without-norm", ""))
-    assert not may_be_paired(short, without, ())  # the norms themselves differ
-    assert not may_be_paired(long, without, ("without-norm", ""))  # 256 bytes and 128
+    evidence = RESULTS / "evidence"
+    one_rate, tuned = find_study(evidence / "ablations/lra"), find_study(evidence / "listops")
+    without = find_study(evidence / "ablations/lra-without-norm")
+    assert may_be_paired(one_rate, without, ("without-norm", ""))
+    assert not may_be_paired(one_rate, without, ())  # the norms themselves differ
+    assert not may_be_paired(tuned, without, ("without-norm", ""))  # the methods have rates of their own
     _, shown = call("reproduce", "S-T12", "--records", RESULTS, "--json")
     [row] = [row for row in json.loads(shown)[0]["rows"] if row["method"] == "spectral - LayerNorm"]
-    assert row["our gain [95 % interval]"] == "-4.10 [-4.79, -3.41]" and row["agreement"] == "below"
+    assert row["our gain [95 % interval]"] == "-1.54 [-3.32, +0.24]" and row["agreement"] == "within"
 
 
 @pytest.mark.parametrize(
@@ -193,9 +195,11 @@ def test_committed_ablations_are_found(id, row):
 
 
 def test_an_average_of_some_tasks_has_the_papers_over_the_same():
-    _, shown = call("reproduce", "C-T5", "--records", RESULTS, "--json")
-    average = next(r for r in json.loads(shown)[0]["rows"] if (r["column"], r["method"]) == ("Avg.", "conditioned"))
-    assert average["paper"] == "71.5 (of SST-2, RTE, MRPC, CoLA)" and average["paper's gain"] == "+1.2"
+    _, entry = find_entry("C-T5")
+    some = SimpleNamespace(glue=SimpleNamespace(tasks=["sst2", "rte", "mrpc", "cola"]))  # no such records are committed
+    tasks, [part] = _averaged(entry, "Avg.", some), entry.parts
+    assert tasks == ("SST-2", "RTE", "MRPC", "CoLA") and _averaged(entry, "RTE", some) == ("RTE",)
+    assert f"{part.mean('conditioned', tasks):.1f}" == "71.5" and part.gain("conditioned", "default", *tasks) == 1.2
 
 
 def test_the_list_shows_every_id():

@@ -174,7 +174,7 @@ def test_an_edited_score_within_its_range_is_refused(finished, tmp_path):
     with pytest.raises(WellcondError, match=r"run\.json.*changed"):
         build_report(root, pictures=False)
     path.write_text(json.dumps({key: value for key, value in stored.items() if key not in ("checksum", "logs")}))
-    with pytest.raises(WellcondError, match=r"run\.json.*0\.123.*evaluations\.jsonl"):
+    with pytest.raises(WellcondError, match=r"run\.json.*0\.123.*end of its evaluations"):
         build_report(root, pictures=False)
 
 

@@ -47,7 +47,8 @@ def check_committed(results: Path) -> str:
     Raises: RunRecordError if a file is missing or differs, with `names` of all of them.
     """
     files = committed_files(results, judge_claims(results))
-    differing, other = [], []
+    differing: list[str] = []
+    other: list[str] = []
     for name, content in files.items():
         stored = (results / name).read_bytes() if (results / name).is_file() else b""
         if stored != content:

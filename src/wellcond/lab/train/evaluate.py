@@ -162,8 +162,16 @@ class ConditioningLog:
             from accelerate.utils import send_to_device
 
             probe = send_to_device(probe, self.accelerator.device)
-        options = {"heads": settings.heads, "samples": settings.samples, "on_slow": self._say_slow}
-        self._tracker = ConditionTracker(measured, probe, every=(), budget=None, first_step=step, **options)
+        self._tracker = ConditionTracker(
+            measured,
+            probe,
+            every=(),
+            budget=None,
+            first_step=step,
+            heads=settings.heads,
+            samples=settings.samples,
+            on_slow=self._say_slow,
+        )
 
     def _say_slow(self, seconds: float) -> None:
         self._notify(f"measuring is expected to take up to {show_seconds(seconds)} at this step; {HOW_TO_CHANGE}")

@@ -81,7 +81,7 @@ def _same_correction(settings: dict[str, Any], method: MethodSettings) -> bool:
     if method.condition is None:
         return False
     chosen = make_method(method.condition, method.condition_options)
-    wanted = {"method": chosen.name, **chosen.settings, "projections": choose_projections(method.projections)}
+    wanted = {"method": chosen.name, **(chosen.settings or {}), "projections": choose_projections(method.projections)}
     return not chosen.frozen and wanted == {key: value for key, value in settings.items() if key != "sites"}
 
 

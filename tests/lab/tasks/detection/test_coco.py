@@ -27,8 +27,8 @@ from lab.tasks.detection.coco_sets import (
 )
 from wellcond.errors import DataError
 from wellcond.lab.data import fingerprint
-from wellcond.lab.run_lengths import read_counts
 from wellcond.lab.tasks.detection import samples as masks
+from wellcond.lab.tasks.detection.coco import read_counts
 from wellcond.lab.tasks.detection.samples import boxes_of_masks
 
 needs_mini = pytest.mark.skipif(

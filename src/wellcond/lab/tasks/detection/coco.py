@@ -20,7 +20,6 @@ from wellcond.errors import DataError
 from wellcond.lab.data.base import Data, SourceConfig, draw_subset, listed, register_source
 from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, read_image, to_channels
-from wellcond.lab.run_lengths import read_counts
 
 SMALLEST_SIDE = 1.0  # of a box that is trained on, in pixels
 Segmentation = list[list[float]] | dict[str, Any]
@@ -219,3 +218,36 @@ def _open(root: Path, name: str) -> CocoDataset:
     for image in images.values():
         require(folder / image["file_name"])
     return CocoDataset(folder, [*images.values()], [*grouped.values()], [categories[id] for id in sorted(categories)])
+
+
+def read_counts(text: str | bytes) -> list[int]:
+    """Run lengths from COCO's compressed text.
+
+    A number is written five bits a character (plus 48), lowest first, bit 6 saying that more follow, the highest bit
+    of the last being the sign. From the fourth run on, the difference to the run two before is written.
+
+    Raises:
+        ValueError: the text is cut short or holds other characters.
+
+    Example:
+        >>> read_counts("0120")
+        [0, 1, 2, 1]
+    """
+    codes = list(text.encode("utf-8") if isinstance(text, str) else text)
+    counts: list[int] = []
+    value = shift = 0
+    for code in codes:
+        if not 48 <= code < 48 + 64:
+            raise ValueError(f"character number {code}")
+        bits = code - 48
+        value |= (bits & 0x1F) << shift
+        shift += 5
+        if bits & 0x20:
+            continue
+        if bits & 0x10:
+            value -= 1 << shift
+        counts.append(value + counts[-2] if len(counts) > 2 else value)
+        value = shift = 0
+    if shift:
+        raise ValueError("the last number is cut short")
+    return counts

@@ -17,11 +17,10 @@ from torch.nn.functional import pad
 
 from wellcond.errors import needs_extra
 from wellcond.lab.data.images import import_pil
-from wellcond.lab.run_lengths import read_counts
 from wellcond.lab.seeding import generator
 from wellcond.lab.settings import Fraction, ImageSide, Settings
 from wellcond.lab.tasks.base import EVALUATION, Batch, Keys, Samples
-from wellcond.lab.tasks.detection.coco import SMALLEST_SIDE, CocoDataset, Segmentation
+from wellcond.lab.tasks.detection.coco import SMALLEST_SIDE, CocoDataset, Segmentation, read_counts
 
 MULTIPLE = 32  # that sides of a batch are padded to
 CROP_SHARE, CROP_SIDES, CROP_RANGE = 0.5, (400, 500, 600), (384, 600)
