@@ -110,7 +110,7 @@ def show_map(series: Series, column: str = "max_logit", *, alarms: Sequence[Alar
     raised += f", the last {MOST_ALARMS}:" if len(alarms) > MOST_ALARMS else ""
     lines += ["", f"{order}  · not seen; {raised}"]
     latest = list(alarms)[-MOST_ALARMS:]
-    for alarm, following in zip(latest, [*latest[1:], None], strict=True):
+    for alarm, following in zip(latest, [*latest[1:], None], strict=False):
         lines += textwrap.wrap(f"step {alarm.step}, {alarm.severity}: {alarm.verdict}", width, subsequent_indent="  ")
         if following is None or following.remedy != alarm.remedy:
             lines.append(f"  do: {alarm.remedy}")
