@@ -122,9 +122,13 @@ class TrackingSettings(Settings):
 
 
 class LoggingSettings(Settings):
-    """Where to send metrics besides the run's folder, through Accelerate: tensorboard, wandb, ..."""
+    """What is kept of a run besides its results."""
 
     trackers: tuple[str, ...] = ()
+    """Where metrics go besides the run's folder, through Accelerate: tensorboard, wandb, ..."""
+    monitor_every: PositiveInt | None = None
+    """Steps between readings of every head by `AttentionMonitor`, into monitor.jsonl of the run's folder; null: none.
+    It changes no number of the run."""
 
 
 class TunedSettings(Settings):

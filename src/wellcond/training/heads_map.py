@@ -107,10 +107,13 @@ def show_map(series: Series, column: str = "max_logit", *, alarms: Sequence[Alar
         lines += [f"{short if number == 0 else '':<{room}}  {part}" for number, part in enumerate(parts)]
     order = "▁ high  █ low" if column in LOW_IS_BAD else "▁ low  █ high"
     raised = f"{len(alarms)} alarm{'' if len(alarms) == 1 else 's'}" if alarms else "no alarm"
+    raised += f", the last {MOST_ALARMS}:" if len(alarms) > MOST_ALARMS else ""
     lines += ["", f"{order}  · not seen; {raised}"]
-    for alarm in list(alarms)[-MOST_ALARMS:]:
+    latest = list(alarms)[-MOST_ALARMS:]
+    for alarm, following in zip(latest, [*latest[1:], None], strict=False):
         lines += textwrap.wrap(f"step {alarm.step}, {alarm.severity}: {alarm.verdict}", width, subsequent_indent="  ")
-        lines.append(f"  do: {alarm.remedy}")
+        if following is None or following.remedy != alarm.remedy:
+            lines.append(f"  do: {alarm.remedy}")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lab.held_runs import HELD
@@ -10,6 +11,7 @@ from lab.small import assert_same_run, kill_at_write, last_weights, record, smal
 from wellcond.errors import RunError
 from wellcond.lab.pool import run_jobs
 from wellcond.lab.train.run import run_job
+from wellcond.training.series import Series
 
 pytestmark = pytest.mark.processes
 
@@ -43,6 +45,17 @@ def test_a_run_stopped_at_any_write_resumes_to_the_same_files(unbroken, tmp_path
     kill_at_write(monkeypatch, moment, small_job(folder))
     run_job(small_job(folder))
     assert_same_run(unbroken, folder)
+
+
+def test_a_monitor_changes_no_number_and_its_file_goes_on(unbroken, tmp_path):
+    job = small_job(tmp_path / "run", "conditioned+balanced", "logging.monitor_every=5")
+    stop_after(job, 12)
+    assert Series.read(tmp_path / "run/monitor.jsonl").steps == [1, 5, 10, 15]
+    run_job(job)
+    assert_same_run(unbroken, tmp_path / "run")
+    series = Series.read(tmp_path / "run/monitor.jsonl")
+    assert series.steps == [1, 5, 10, 15, 17, 20]  # and the first one of each session
+    assert not np.isnan(series.column("max_logit")).any()
 
 
 def test_a_complete_run_is_not_repeated(unbroken):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from wellcond.lab.train.length import (
     ramped_parts,
 )
 from wellcond.lab.train.run_folder import RunFolder
+from wellcond.training.monitor import AttentionMonitor
 
 Event = dict[str, Any]
 Observer = Callable[[Event], None]
@@ -90,6 +91,7 @@ class Engine:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.sharded = is_sharded(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
+        self.monitor: AttentionMonitor | None = None
         self._losses: list[Tensor] = []
         self._stop = StopFlag()
         self._stops_requested: list[HostCopy] = []
@@ -176,6 +178,20 @@ class Engine:
 
     def train(self, stop: StopFlag) -> bool:
         """Train from the current step to the end; False if it was stopped, after a checkpoint. Raises Diverged."""
+        with self._monitored():
+            return self._train(stop)
+
+    @contextlib.contextmanager
+    def _monitored(self) -> Iterator[None]:
+        """Read every head meanwhile, if the recipe asks for it; what is on its way at the end is written too."""
+        every, file = self.recipe.logging.monitor_every, self.folder.path / "monitor.jsonl"
+        if every is None:
+            yield
+            return
+        with AttentionMonitor(self.model, every=every, file=file, first_step=self.state.step) as self.monitor:
+            yield
+
+    def _train(self, stop: StopFlag) -> bool:
         state, training, self._stop = self.state, self.recipe.training, stop
         self.log.begin(self.model, state.step)
         if state.step == 0:
@@ -250,6 +266,8 @@ class Engine:
             accelerator.clip_grad_norm_(self.parameters, clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.monitor is not None:
+            self.monitor.step()
         if self.average is not None:
             self.average.update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), norms
