@@ -50,7 +50,6 @@ RATES = (0.003, 0.0055, 0.01)
 TUNING, FRESH = (1000, 1001), (0, 1, 2, 3, 4)
 SETTINGS: dict[str, dict[str, Any]] = {
     "off": {},
-    "gentle": {"every": 16, "strength": 0.05},
     "firm": {"every": 16, "strength": 0.2},
     "kept": {"every": 16, "strength": 0.2, "kept": True},
 }
@@ -289,8 +288,10 @@ def report() -> None:
                 "" if setting == "off" else difference(ours[1], base[1], 1),
             ]
             print("|", " | ".join(cells), "|")
-        singular = sum(point["not_finite"] for run in tested for point in run["kappa"].values())
-        print(f"heads without a finite kappa(J): {singular}; left alone: {sum(run['left_alone'] for run in tested)}")
+        for setting, found in by_setting.items():
+            ends = [run["kappa"][steps[-1]] for run in found.values()]
+            lost, heads = sum(end["not_finite"] for end in ends), sum(end["heads"] for end in ends)
+            print(f"{setting}: {lost} of {heads} heads numerically singular at the end, left out of the means")
 
 
 def check() -> None:

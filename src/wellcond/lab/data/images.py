@@ -99,11 +99,9 @@ def side_of(split: Dataset) -> int:
     Where all images are squares of one size, it is theirs.
     """
     few = torch.linspace(0, len(split) - 1, min(64, len(split))).long().unique().tolist()
-    images = [split[index].get("image") for index in few]
-    sides = sorted(
-        min(image.shape[-2:] if isinstance(image, Tensor) else image.size) for image in images if image is not None
-    )
-    return sides[(len(sides) - 1) // 2] if sides else None
+    images = [split[index]["image"] for index in few]
+    sides = sorted(int(min(image.shape[-2:] if isinstance(image, Tensor) else image.size)) for image in images)
+    return sides[(len(sides) - 1) // 2]
 
 
 def place_of(split: Dataset, index: int) -> str:

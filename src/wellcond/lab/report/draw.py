@@ -62,7 +62,8 @@ def styled(settings: Mapping[str, Any] = STYLE) -> Iterator[None]:
     """Draw and save in the style of the laboratory, or under some settings of matplotlib."""
     with needs_extra("matplotlib", "report"):
         import matplotlib
-    with matplotlib.rc_context(dict(settings)), warnings.catch_warnings():
+    chosen: Any = dict(settings)  # matplotlib lists the names that it takes
+    with matplotlib.rc_context(chosen), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a character that the font lacks is drawn as a box
         yield
 
@@ -186,7 +187,7 @@ class Pen:
             seeds = {name: value for name, value in found.items() if name not in (MEAN, LOW_END, HIGH_END)}
             place, colour, _ = self.look(series)
             text = f"{series}: mean {mean:.4g}" + (f" [{low:+.4g}, {high:+.4g}]" if math.isfinite(low) else "")
-            dots = {"color": colour, "ls": "", "mec": palette()["card"], "mew": 0.8}
+            dots: dict[str, Any] = {"color": colour, "ls": "", "mec": palette()["card"], "mew": 0.8}
             if span is not None and not span[0] <= mean <= span[1]:
                 below, inset = mean < span[0], 0.01 * (span[1] - span[0])
                 edge = span[0] + inset if below else span[1] - inset
