@@ -65,6 +65,7 @@ WITHOUT_EFFECT = {
     "checkpoint.every.epochs",
     "checkpoint.every.steps",
     "logging.trackers",
+    "logging.monitor_every",
     "training.workers",
     "method.label",
     "method.set",  # its values are those of the other fields
