@@ -18,6 +18,7 @@ COMMAND = ["doctor", "timm:vit_tiny_patch16_224", *(f"--model-arg={k}={v}" for k
 SHOWN = "$ wellcond doctor timm:vit_tiny_patch16_224 --model-arg embed_dim=64 ... --input digits"
 SIZE, LINE = 13, 18  # of the letters, and from line to line
 COLUMNS = 100
+LABEL = "Output of wellcond doctor"
 COLOURS = {"1. ": "#e5c07b", "2. ": "#e5c07b", "   fix": "#98c379", "$ ": "#61afef", "layer": "#7f8a9b"}
 
 
@@ -49,12 +50,15 @@ def picture(lines: list[str]) -> str:
     for i, line in enumerate(lines):
         colour = next((c for start, c in COLOURS.items() if line.startswith(start)), "#d7dae0")
         rows.append(f'<text x="20" y="{30 + i * LINE}" fill="{colour}">{escape(line, quote=False)}</text>')
-    style = f"text{{font:{SIZE}px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre}}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img" '
-        f'aria-label="Output of wellcond doctor">\n<style>{style}</style>\n'
-        f'<rect width="100%" height="100%" rx="8" fill="#1f2329"/>\n' + "\n".join(rows) + "\n</svg>\n"
-    )
+    font = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img" aria-label="{LABEL}">',
+        f"<style>text{{font:{SIZE}px {font};white-space:pre}}</style>",
+        '<rect width="100%" height="100%" rx="8" fill="#1f2329"/>',
+        *rows,
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
