@@ -182,7 +182,9 @@ def test_models_from_a_python_file(run, tmp_path):
 
 
 def test_bad_models_and_weights_say_what_to_do(run, tmp_path):
-    assert "expected timm:NAME, hf:" in run("inspect", "vit_tiny_patch16_224")[0]
+    assert "timm:vit_tiny_patch16_224, or hf:vit_tiny_patch16_224" in run("inspect", "vit_tiny_patch16_224")[0]
+    assert "hf download a/vit --local-dir vit, then hf:vit" in run("inspect", "a/vit")[0]
+    assert "hf download a/vit --local-dir vit, then hf:vit" in run("inspect", "hf:a/vit")[0]
     assert "Similar names: vit_tiny_patch16_224" in run("inspect", "timm:vit_tiny_patch16")[0]
     assert "vit_small_patch16_224" in run("inspect", "timm:vit_smal")[0]
     assert "neither a folder nor a configuration type" in run("inspect", "hf:bertt")[0]

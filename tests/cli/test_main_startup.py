@@ -46,7 +46,7 @@ def test_help_loads_no_large_package():
 
 
 VIT = "timm:test_vit"
-RANDOM = [VIT, "--input", "random"]
+RANDOM = [VIT, "--data", "random"]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ RANDOM = [VIT, "--input", "random"]
         (["measure", *RANDOM, "--layers", "first"], "expected 'all' or numbers"),
         (["measure", *RANDOM, "--tokens", "0"], "--tokens"),
         (["measure", *RANDOM, "-o", "/proc/out.json"], "cannot be written"),
-        (["measure", VIT, "--input", "nowhere"], "which does not exist"),
-        (["measure", VIT, "--input", "nowhere.npy"], "which does not exist"),
+        (["measure", VIT, "--data", "nowhere"], "which does not exist"),
+        (["measure", VIT, "--data", "nowhere.npy"], "which does not exist"),
         (["train", "nowhere"], "unknown recipe: got 'nowhere'"),
         (["train", "nowhere.yaml"], "No such file"),
         (["train", "digits", "--set", "optimizer"], "expected path.to.field=value"),

@@ -65,7 +65,7 @@ def same(path, report):
 
 def test_digits_json_and_page(run, file, tmp_path):
     output, html = tmp_path / "r.json", tmp_path / "r.html"
-    code, out = run(f"{file}:vit", "--input", "digits", "--samples", 2, "-o", output, "--html", html)
+    code, out = run(f"{file}:vit", "--data", "digits", "--samples", 2, "-o", output, "--html", html)
     assert code == 0
     same(output, wc.measure(tiny(), load_digits()[0].inputs[:2], samples=2))
     assert out.startswith(wc.measure(tiny(), load_digits()[0].inputs[:2], samples=2).to_table())
@@ -90,7 +90,7 @@ def test_digits_json_and_page(run, file, tmp_path):
 def test_options_reach_measure(run, file, tmp_path):
     output = tmp_path / "r.json"
     options = ["--layers", "1", "--heads", "0", "--samples", 2, "--seed", 3]
-    code, _ = run(f"{file}:vit", *options, "--input", "random", "-o", output)
+    code, _ = run(f"{file}:vit", *options, "--data", "random", "-o", output)
     assert code == 0
     torch.manual_seed(3)
     space = {}
@@ -117,7 +117,7 @@ def test_what_takes_long_is_announced_with_the_options_that_change_it(file, monk
 
 
 def test_an_infinite_condition_number_comes_with_its_reason_and_the_pseudo_one(run, file):
-    code, out = run(f"{file}:vit", "--input", "digits", "--convention", "stack")
+    code, out = run(f"{file}:vit", "--data", "digits", "--convention", "stack")
     assert code == 0
     report = wc.measure(tiny(), load_digits()[0].inputs[:1], convention="stack")
     rows = [line for line in out.splitlines() if line.strip().startswith("blocks.")]
@@ -137,20 +137,20 @@ def test_a_folder_of_images(run, file, tmp_path):
     Image.fromarray(pixels["b.png"]).resize((20, 11)).save(folder / "d.jpg")
     (folder / "notes.txt").write_text("not an image")
     output = tmp_path / "r.json"
-    code, _ = run(f"{file}:vit", "--model-arg", "channels=3", "--input", folder, "--samples", 2, "-o", output)
+    code, _ = run(f"{file}:vit", "--model-arg", "channels=3", "--data", folder, "--samples", 2, "-o", output)
     assert code == 0
     x = torch.stack([torch.tensor(pixels[name]).permute(2, 0, 1).float() / 255 for name in ("a.PNG", "b.png")])
     same(output, wc.measure(tiny(channels=3), (x - 0.5) / 0.5, samples=2))
-    code, _ = run(f"{file}:vit", "--input", folder, "--samples", 4)  # one channel, another size
+    code, _ = run(f"{file}:vit", "--data", folder, "--samples", 4)  # one channel, another size
     assert code == 0
-    assert "expected at least 5 samples, found 4" in run(f"{file}:vit", "--input", folder, "--samples", 5)[0]
+    assert "expected at least 5 samples, found 4" in run(f"{file}:vit", "--data", folder, "--samples", 5)[0]
     classes = folder.parent / "classes"
     for name in ("cat/2.png", "cat/1.png", "dog/3.png"):
         (classes / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels["b.png"]).save(classes / name)
     assert [str(found.relative_to(classes)) for found in images_in(classes)] == ["cat/1.png", "dog/3.png", "cat/2.png"]
     (folder / "0.png").write_bytes(b"damaged")
-    assert "0.png" in run(f"{file}:vit", "--input", folder)[0]
+    assert "0.png" in run(f"{file}:vit", "--data", folder)[0]
 
 
 def test_images_take_the_models_own_mean_and_size(tmp_path):
@@ -168,18 +168,18 @@ def test_arrays(run, file, tmp_path):
     x = torch.randn(3, 1, 8, 8)
     np.save(tmp_path / "x.npy", x.numpy())
     output = tmp_path / "r.json"
-    code, _ = run(f"{file}:vit", "--input", tmp_path / "x.npy", "--samples", 2, "-o", output)
+    code, _ = run(f"{file}:vit", "--data", tmp_path / "x.npy", "--samples", 2, "-o", output)
     assert code == 0
     same(output, wc.measure(tiny(), x[:2], samples=2))
     np.save(tmp_path / "embeddings.npy", torch.randn(1, 5, 8).numpy())
-    code, out = run(f"{file}:layer", "--input", tmp_path / "embeddings.npy")
+    code, out = run(f"{file}:layer", "--data", tmp_path / "embeddings.npy")
     assert code == 0 and "self_attn" in out
 
 
 def test_arrays_that_do_not_fit(run, file, tmp_path):
     def said(array, *more):
         np.save(tmp_path / "x.npy", array, allow_pickle=True)
-        return run(f"{file}:vit", "--input", tmp_path / "x.npy", *more)[0]
+        return run(f"{file}:vit", "--data", tmp_path / "x.npy", *more)[0]
 
     assert "images as floats (samples, 1, 8, 8), found float32 (1, 3, 8, 8), on which" in said(np.zeros((1, 3, 8, 8)))
     assert "found float32 (1, 8), on which" in said(np.zeros((8, 8)))
@@ -188,10 +188,10 @@ def test_arrays_that_do_not_fit(run, file, tmp_path):
     for array in (np.array([{"a": 1}], dtype=object), np.zeros((1, 1, 8, 8), dtype=complex), np.zeros(())):
         assert "pickles are not loaded" in said(array)
     (tmp_path / "empty.npy").write_bytes(b"")
-    assert "expected floats or integers" in run(f"{file}:vit", "--input", tmp_path / "empty.npy")[0]
-    assert "which does not exist" in run(f"{file}:vit", "--input", tmp_path / "none.npy")[0]
+    assert "expected floats or integers" in run(f"{file}:vit", "--data", tmp_path / "empty.npy")[0]
+    assert "which does not exist" in run(f"{file}:vit", "--data", tmp_path / "none.npy")[0]
     np.save(tmp_path / "e.npy", np.zeros((1, 5, 9)))
-    told = run(f"{file}:layer", "--input", tmp_path / "e.npy")[0]
+    told = run(f"{file}:layer", "--data", tmp_path / "e.npy")[0]
     assert (
         "found float32 (1, 5, 9), on which the forward pass fails" in told and "wellcond.measure(model, batch)" in told
     )
@@ -208,18 +208,44 @@ def test_text_models_read_random_ids_or_a_file(run, tmp_path):
     assert code == 0 and "h.0.attn" in out
     assert json.loads(output.read_text())["layers"][0]["num_tokens"] == 6
     np.save(tmp_path / "ids.npy", np.arange(10).reshape(2, 5))
-    code, _ = run("hf:gpt2", *GPT2, "--input", tmp_path / "ids.npy", "-o", output, "--force")
+    code, _ = run("hf:gpt2", *GPT2, "--data", tmp_path / "ids.npy", "-o", output, "--force")
     assert code == 0 and json.loads(output.read_text())["layers"][0]["num_tokens"] == 5
     np.save(tmp_path / "ids.npy", np.array([[0, 40]]))
     expected = "integer token ids below 40 (samples, at most 16 tokens)"
-    assert expected in run("hf:gpt2", *GPT2, "--input", tmp_path / "ids.npy")[0]
+    assert expected in run("hf:gpt2", *GPT2, "--data", tmp_path / "ids.npy")[0]
     np.save(tmp_path / "e.npy", np.zeros((1, 4, 11)))
-    assert expected in run("hf:gpt2", *GPT2, "--input", tmp_path / "e.npy")[0]
+    assert expected in run("hf:gpt2", *GPT2, "--data", tmp_path / "e.npy")[0]
     for source in ("digits", tmp_path):
         assert (
-            f"a model that reads images, found one that reads {expected}" in run("hf:gpt2", *GPT2, "--input", source)[0]
+            f"a model that reads images, found one that reads {expected}" in run("hf:gpt2", *GPT2, "--data", source)[0]
         )
     assert f"{expected}, found int64 (1, 32)" in run("hf:gpt2", *GPT2)[0]
+
+
+def test_text_models_read_a_text_by_bytes_or_by_their_own_tokenizer(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    small = {"n_layer": 1, "n_embd": 12, "n_head": 2, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    text = tmp_path / "text.txt"
+    text.write_text("one two three " * 10)
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=300, **small))
+    batch, said = make_batch(model, str(text), samples=2, tokens=6)
+    assert batch["input_ids"][0].tolist() == [byte + 1 for byte in b"one tw"]
+    assert batch["input_ids"][1].tolist() == [byte + 1 for byte in b"three "]
+    assert "bytes" in said
+
+    own = Tokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2, "?": 3}, unk_token="?"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    own.save(str(tmp_path / "tokenizer.json"))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=4, **small))
+    batch, said = make_batch(model, str(text), samples=3, tokens=3, folder=tmp_path)
+    assert batch["input_ids"][0].tolist() == [0, 1, 2] and str(tmp_path) in said
+    with pytest.raises(OptionError, match="at most 4 tokens"):
+        make_batch(model, str(text), samples=3, tokens=3)
+    with pytest.raises(OptionError, match="at least 20 x 6 tokens, found 30"):
+        make_batch(model, str(text), samples=20, tokens=6, folder=tmp_path)
 
 
 def test_encoder_decoders_get_both_inputs(run):
@@ -242,7 +268,7 @@ def test_hugging_face_vision(run, tmp_path):
     pairs = [
         p for k, v in (arguments | {"image_size": 8, "patch_size": 4}).items() for p in ("--model-arg", f"{k}={v}")
     ]
-    code, out = run("hf:vit", *pairs, "--input", "digits")
+    code, out = run("hf:vit", *pairs, "--data", "digits")
     assert code == 0 and "2 heads of 1 attention layer;" in out
 
 
@@ -270,7 +296,7 @@ def test_conditioned_checkpoints_are_measured_with_their_correction(run, file, t
     save_file(model.state_dict(), tmp_path / "c.safetensors")
     output, html = tmp_path / "r.json", tmp_path / "r.html"
     weights = tmp_path / "c.safetensors"
-    code, out = run(f"{file}:vit", "--input", "digits", "--weights", weights, "-o", output, "--html", html)
+    code, out = run(f"{file}:vit", "--data", "digits", "--weights", weights, "-o", output, "--html", html)
     assert code == 0 and "conditioned by 'balanced'" in out
     found = json.loads(output.read_text())
     assert found["conditioning"]["method"] == "balanced" and "balanced" in html.read_text()
@@ -296,8 +322,8 @@ def test_bad_options_say_what_to_do(run, file):
     assert "--heads: no attention layer that is measured has a key/value head 2" in run(model, "--heads", "0,2")[0]
     assert "expected one of 'wide', 'stack'" in run(model, "--convention", "tall")[0]
     assert run(model, "--samples", 0)[0] == 2
-    assert "'nowhere', which does not exist" in run(model, "--input", "nowhere")[0]
-    assert "expected 'digits', 'random'" in run(model, "--input", file)[0]
+    assert "'nowhere', which does not exist" in run(model, "--data", "nowhere")[0]
+    assert "expected 'digits', 'random'" in run(model, "--data", file)[0]
     assert "no attention was found" in run("timm:test_convnext")[0]
     with pytest.raises(OptionError):
         read_numbers("", "--layers")

@@ -60,7 +60,7 @@ def test_a_checkpoint_of_a_conditioned_model(run, tmp_path):
 def test_mistakes(run, tmp_path):
     for arguments, said in (
         (["timm:vit_smal"], "vit_smal"),
-        ([*MODEL, "--input", tmp_path / "none.npy"], "none.npy"),
+        ([*MODEL, "--data", tmp_path / "none.npy"], "none.npy"),
     ):
         message, _ = run("doctor", *arguments)
         assert isinstance(message, str) and said in message

@@ -62,7 +62,7 @@ def test_what_the_weights_alone_say(run, tmp_path):
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(tmp_path / "gpt")
     code, out = run("doctor", tmp_path / "gpt")
     assert code == 0 and "kappa(W)" in out and "SEC QK" in out and "no batch was given" in out
-    code, out = run("doctor", *MODEL, "--input", "none")
+    code, out = run("doctor", *MODEL, "--data", "none")
     assert code == 0 and "SEC OV" in out
 
 
@@ -86,6 +86,6 @@ def test_mistakes(run, tmp_path):
     assert "is not what a monitor of wellcond writes" in out
     save_file({"a": torch.zeros(2)}, tmp_path / "w.safetensors")
     out, _ = run("doctor", tmp_path / "w.safetensors")
-    assert "wellcond doctor MODEL --weights" in out and "--input none" in out
+    assert "wellcond doctor MODEL --weights" in out and "--data none" in out
     out, _ = run("doctor", tmp_path / "w.safetensors", "--against", tmp_path / "w.safetensors")
     assert f"--against {tmp_path / 'w.safetensors'}" in " ".join(out.split())

@@ -206,9 +206,9 @@ def test_the_command_needs_an_input(tmp_path, run):
     sizes = ("img_size=16", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=3")
     spec = ("timm:vit_tiny_patch16_224", *(f"--model-arg={size}" for size in sizes))
     arguments = ("init", *spec, "-o", tmp_path / "start.safetensors")
-    assert run(*arguments)[0] == run(*arguments, "--method", "gaussian", "--input", "random")[0] == 2
+    assert run(*arguments)[0] == run(*arguments, "--method", "gaussian", "--data", "random")[0] == 2
     assert not (tmp_path / "start.safetensors").exists()
-    code, out = run(*arguments, "--input", "random")
+    code, out = run(*arguments, "--data", "random")
     assert code == 0 and "initialised as 'calibrated'" in out and (tmp_path / "start.safetensors").is_file()
 
 

@@ -54,7 +54,7 @@ def test_commands_refuse_a_pickle_of_code(command, suffix, canary, tmp_path, run
     path = tmp_path / f"model{suffix}"
     path.write_bytes(saved(canary.payload, "zip"))
     outputs = {"fold": ["-o", tmp_path / "out.safetensors"], "init": ["-o", tmp_path / "out.safetensors"]}
-    outputs["init"] += ["--input", "random"]
+    outputs["init"] += ["--data", "random"]
     code, _ = run(command, VIT, *SMALL, "--weights", path, *outputs.get(command, []))
     assert str(code).startswith(f"error: {path}")
     assert not (tmp_path / "out.safetensors").exists()
@@ -182,5 +182,5 @@ def test_the_run_of_a_teacher_may_not_name_code(canary, tmp_path):
 
 def test_an_array_of_objects_is_refused_as_input(canary, tmp_path, run):
     np.save(tmp_path / "evil.npy", np.array([canary.payload], dtype=object), allow_pickle=True)
-    code, _ = run("measure", VIT, *SMALL, "--input", tmp_path / "evil.npy")
+    code, _ = run("measure", VIT, *SMALL, "--data", tmp_path / "evil.npy")
     assert "pickles are not loaded" in str(code)

@@ -61,7 +61,7 @@ def test_a_decompression_bomb_is_an_error_that_names_the_file(tmp_path, run):
     with pytest.raises(DataError, match=r"bomb\.png(.|\n)*expected(.|\n)*DecompressionBombError"):
         split[at]
     small = ["--model-arg", "depth=1", "--model-arg", "embed_dim=24", "--model-arg", "num_heads=3"]
-    code, _ = run("measure", "timm:vit_tiny_patch16_224", *small, "--input", root / "train" / "a")
+    code, _ = run("measure", "timm:vit_tiny_patch16_224", *small, "--data", root / "train" / "a")
     assert "bomb.png: the image cannot be read" in str(code)
 
 
@@ -92,7 +92,7 @@ def test_postscript_is_not_run(ghostscript, tmp_path):
 def test_postscript_is_not_run_as_an_input(ghostscript, tmp_path, run):
     (tmp_path / "evil.png").write_bytes(POSTSCRIPT)
     small = ["--model-arg", "depth=1", "--model-arg", "embed_dim=24", "--model-arg", "num_heads=3"]
-    code, _ = run("measure", "timm:vit_tiny_patch16_224", *small, "--input", tmp_path)
+    code, _ = run("measure", "timm:vit_tiny_patch16_224", *small, "--data", tmp_path)
     assert "evil.png: the image cannot be read" in str(code)
 
 

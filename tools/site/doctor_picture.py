@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "assets" / "doctor.svg"
 MODEL = {"img_size": 8, "patch_size": 2, "in_chans": 1, "embed_dim": 64, "depth": 4, "num_heads": 4}
 COMMAND = ["doctor", "timm:vit_tiny_patch16_224", *(f"--model-arg={k}={v}" for k, v in MODEL.items())]
-SHOWN = "$ wellcond doctor timm:vit_tiny_patch16_224 --model-arg embed_dim=64 ... --input digits"
+SHOWN = "$ wellcond doctor timm:vit_tiny_patch16_224 --model-arg embed_dim=64 ... --data digits"
 SIZE, LINE = 13, 18  # of the letters, and from line to line
 COLUMNS = 100
 LABEL = "Output of wellcond doctor"
@@ -25,7 +25,7 @@ COLOURS = {"1. ": "#e5c07b", "2. ": "#e5c07b", "   fix": "#98c379", "$ ": "#61af
 def doctor_says() -> list[str]:
     """Lines of the findings and of the table, as they are printed in a terminal of 100 columns."""
     environment = os.environ | {"COLUMNS": str(COLUMNS), "PYTHONPATH": str(ROOT / "src")}
-    program = [sys.executable, "-c", "from wellcond.cli.main import main; main()", *COMMAND, "--input", "digits"]
+    program = [sys.executable, "-c", "from wellcond.cli.main import main; main()", *COMMAND, "--data", "digits"]
     done = subprocess.run(program, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     lines = done.stdout.splitlines()
     first = next(i for i, line in enumerate(lines) if " findings in " in line)

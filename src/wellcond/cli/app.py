@@ -49,8 +49,8 @@ folder_option = functools.partial(Option, exists=True, file_okay=False, callback
 MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME, or path/to/file.py:callable"
 Model = Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP)]
 ModelArguments = Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Of MODEL, such as depth=4; repeatable.")]
-INPUT_HELP = "digits, random, a FOLDER of images (png, jpg), or FILE.npy"
-Input = Annotated[str, Option(metavar="INPUT", help=INPUT_HELP)]
+BATCH_HELP = "digits, random, a FOLDER of images (png, jpg), FILE.txt, or FILE.npy"
+BatchData = Annotated[str, Option("--data", metavar="DATA", help=BATCH_HELP)]
 Samples = Annotated[int, Option(metavar="N", min=1, max=10_000, help="Samples to run the model on.")]
 Tokens = Annotated[int, Option(metavar="N", min=1, max=100_000, help="Length of random token ids.")]
 JsonFile = Annotated[Path | None, Option("--output", "-o", help="JSON to write.")]
@@ -159,13 +159,19 @@ def describe_spec(model: str, arguments: Sequence[str] | None, weights: Path | N
     return f"{' '.join([model, *(arguments or ())])}, {source}"
 
 
-def check_input(source: str) -> None:
-    """Raise OptionError unless ``--input`` names something."""
+TEXTS = (".txt", ".text", ".md")
+"""Files that a text model reads as they are."""
+
+
+def check_batch_data(source: str) -> None:
+    """Raise OptionError unless ``--data`` of a command on one model names something that makes a batch."""
     path = Path(source)
-    if source not in ("random", "digits") and not path.is_dir() and not (path.suffix == ".npy" and path.is_file()):
+    a_file = path.suffix in (".npy", *TEXTS) and path.is_file()
+    if source not in ("random", "digits") and not path.is_dir() and not a_file:
         said = "" if path.exists() else ", which does not exist"
         raise OptionError(
-            f"--input: expected 'digits', 'random', a folder of images or a file named *.npy, found {source!r}{said}"
+            "--data: expected 'digits', 'random', a folder of images, a text file (*.txt) or a file named *.npy, "
+            f"found {source!r}{said}"
         )
 
 

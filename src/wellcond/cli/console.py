@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import textwrap
 import warnings
@@ -39,8 +40,32 @@ def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print plain text of any origin, control characters as their numbers."""
-    print(visible(text), file=sys.stderr if err else sys.stdout)
+    """Print plain text of any origin, control characters as their numbers; a terminal gets lines broken at spaces."""
+    stream = sys.stderr if err else sys.stdout
+    shown = visible(text)
+    print(fold(shown, shutil.get_terminal_size().columns) if stream.isatty() else shown, file=stream)
+
+
+def fold(text: str, width: int) -> str:
+    """Break prose that is wider than a terminal at spaces, with its own indent; rows of a table stay as they are.
+
+    Example:
+        >>> print(fold("  three words here", 12))
+          three
+          words here
+        >>> print(fold("a    b    c    d", 12))
+        a    b    c    d
+    """
+    lines = []
+    for line in text.split("\n"):
+        words = line.lstrip(" ")
+        if len(line) <= width or "  " in words:
+            lines.append(line)
+            continue
+        indent = line[: len(line) - len(words)]
+        options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
+        lines += textwrap.wrap(line, width, **options)  # type: ignore[arg-type]
+    return "\n".join(lines)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The batch that a command gives a model: digits, random numbers, images of a folder, or an array."""
+"""The batch that a command gives a model: digits, random numbers, images of a folder, a text, or an array."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.evaluation import eval_scope, run
+from wellcond.cli.app import TEXTS
 from wellcond.errors import OptionError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -70,18 +72,37 @@ def _pair(size: Any) -> tuple[int, ...]:
     return (size, size) if isinstance(size, int) else tuple(size or ())
 
 
-def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32, seed: int = 0) -> tuple[Any, str]:
-    """The batch that ``--input`` names, and a description of it; OptionError if it is not what the model reads."""
+def folder_of(spec: str) -> Path | None:
+    """The folder of an ``hf:FOLDER``, where its tokenizer may lie too."""
+    kind, _, rest = spec.partition(":")
+    return Path(rest) if kind == "hf" and Path(rest).is_dir() else None
+
+
+def make_batch(
+    model: nn.Module, source: str, *, samples: int, tokens: int = 32, seed: int = 0, folder: Path | None = None
+) -> tuple[Any, str]:
+    """The batch that ``--data`` names, and a description of it; OptionError if it is not what the model reads.
+
+    Args:
+        model: what is to read the batch.
+        source: digits, random, a folder of images, a text file or FILE.npy.
+        samples: how many.
+        tokens: length of a text sample.
+        seed: of random numbers.
+        folder: where the model's tokenizer may be; without one a text is read as bytes.
+    """
     reads, path = what_it_reads(model), Path(source)
     if path.suffix == ".npy":
         values, text = _array(path, samples)
     elif source == "random" and reads.vocabulary:
         values = torch.randint(reads.vocabulary, (samples, tokens), generator=torch.Generator().manual_seed(seed))
         text = f"{samples} x {tokens} random token ids below {reads.vocabulary}, seed {seed}"
+    elif path.suffix in TEXTS:
+        values, text = _text(reads, path, samples, tokens, folder)
     elif not reads.image:
         raise OptionError(
-            f"--input {source}: expected a model that reads images, found one that reads {reads}. Use a .npy file, or "
-            "build the batch in Python and call wellcond.measure(model, batch)"
+            f"--data {source}: expected a model that reads images, found one that reads {reads}. Use a text file, a "
+            ".npy file, or build the batch in Python and call wellcond.measure(model, batch)"
         )
     elif source == "random":
         values = torch.randn(samples, *reads.image, generator=torch.Generator().manual_seed(seed))
@@ -89,7 +110,7 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
     else:
         values, text = _digits(reads, samples) if source == "digits" else _folder(reads, path, samples)
     if len(values) < samples:
-        raise OptionError(f"--input {source}: expected at least {samples} samples, found {len(values)}")
+        raise OptionError(f"--data {source}: expected at least {samples} samples, found {len(values)}")
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
     if weight is not None:
         values = values.to(weight.device, weight.dtype if values.is_floating_point() else None)
@@ -106,8 +127,8 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
         said = (str(error) or type(error).__name__).splitlines()[0][:300]
         found = f"{str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}"
         raise OptionError(
-            f"--input {source}: expected {reads}, found {found}, on which the forward pass fails: {said}\n"
-            "  Give another --input, or build the batch in Python and call wellcond.measure(model, batch)."
+            f"--data {source}: expected {reads}, found {found}, on which the forward pass fails: {said}\n"
+            "  Give another --data, or build the batch in Python and call wellcond.measure(model, batch)."
         ) from error
     return batch, text
 
@@ -129,7 +150,7 @@ def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
     bilinear, files = import_pil().Resampling.BILINEAR, images_in(folder)[:samples]
     pictures = torch.empty(len(files), channels, height, width)
     for at, file in enumerate(files):
-        where = f"--input: {file}"
+        where = f"--data: {file}"
         picture: Any = to_channels(decode_image(read_image(file), where), channels, where)
         pixels = torch.from_numpy(np.array(picture.resize((width, height), bilinear), dtype=np.float32)) / 255
         pictures[at] = pixels.view(height, width, channels).permute(2, 0, 1)
@@ -146,6 +167,32 @@ def images_in(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
     classes = [list(some) for _, some in groupby(files, key=lambda path: path.parent)]
     return [file for row in zip_longest(*classes) for file in row if file is not None]
+
+
+def _text(reads: Reads, path: Path, samples: int, tokens: int, folder: Path | None) -> tuple[Tensor, str]:
+    """Samples of consecutive tokens, spread evenly over a text."""
+    from wellcond.lab.tokenizers import ByteTokenizer, read_tokenizer
+
+    if not reads.vocabulary:
+        raise OptionError(f"--data {path}: expected a model that reads token ids, found one that reads {reads}")
+    own = folder is not None and any((folder / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = read_tokenizer(folder) if folder is not None and own else ByteTokenizer()
+    if tokenizer.vocabulary_size > reads.vocabulary:
+        todo = "Use hf:FOLDER with the model's own tokenizer.json in it" if not own else "They are not of one model"
+        raise OptionError(
+            f"--data {path}: expected a tokenizer of at most {reads.vocabulary} tokens, as the model has, found "
+            f"{tokenizer.vocabulary_size}. {todo}"
+        )
+    [ids] = tokenizer.encode_batch([path.read_text("utf-8", errors="replace")])
+    if len(ids) < samples * tokens:
+        raise OptionError(
+            f"--data {path}: expected at least {samples} x {tokens} tokens, found {len(ids)}. Lower --samples or "
+            "--tokens"
+        )
+    begins = np.linspace(0, len(ids) - tokens, samples).round().astype(int)
+    values = torch.from_numpy(np.stack([ids[begin : begin + tokens] for begin in begins]).astype(np.int64))
+    how = f"the tokenizer of {folder}" if own else "bytes as tokens, since no tokenizer of the model is at hand"
+    return values, f"{samples} x {tokens} consecutive tokens of {path} ({how})"
 
 
 def _array(path: Path, samples: int) -> tuple[Tensor, str]:

@@ -36,7 +36,7 @@ MOST_RANDOM = 500_000_000
 """Parameters of a model that is built with random weights if it is only named: 2 GB, and seconds to draw."""
 CALIBRATED = "calibrated"
 METHOD_HELP = (
-    f"{recommended.METHOD}, with --input, is recommended; {recommended.WITHOUT_TOKENS} for image models without "
+    f"{recommended.METHOD}, with --data, is recommended; {recommended.WITHOUT_TOKENS} for image models without "
     "learned positions (Swin, XCiT); or default, conditioned, ...: a wrong name lists all."
 )
 NO_WEIGHTS = "Built without weights, since random ones of this size say nothing; give real ones: --weights, hf:PATH."
@@ -185,7 +185,7 @@ def init(
     method: Annotated[str, Option(metavar="NAME", help=METHOD_HELP)] = recommended.METHOD,
     weights: cli.Weights = None,
     option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Of the method; repeatable.")] = None,
-    input: Annotated[str | None, Option(metavar="INPUT", help=f"For {CALIBRATED}: {cli.INPUT_HELP}")] = None,
+    data: Annotated[str | None, Option(metavar="DATA", help=f"For {CALIBRATED}: {cli.BATCH_HELP}")] = None,
     model_arg: cli.ModelArguments = None,
     seed: cli.Seed = 0,
     force: cli.Force = False,
@@ -193,24 +193,26 @@ def init(
     """Initialise the attention of MODEL, which is to be trained from scratch, and write a plain checkpoint."""
     options = parse_values(option or [])
     cli.check_outputs(output, force=force, suffix=".safetensors")
-    if method == CALIBRATED and input is None:
+    if method == CALIBRATED and data is None:
         raise typer.BadParameter(
-            f"--method {method}, the recommended one, sets tokens and weights on a batch: expected --input (your data: "
-            f"{cli.INPUT_HELP}), found none. Without data: --method {recommended.WITHOUT_TOKENS}"
+            f"--method {method}, the recommended one, sets tokens and weights on a batch: expected --data (yours: "
+            f"{cli.BATCH_HELP}), found none. Without data: --method {recommended.WITHOUT_TOKENS}"
         )
-    if method != CALIBRATED and input is not None:
-        raise typer.BadParameter(f"expected no --input with --method {method}: only {CALIBRATED} reads data")
-    if input is not None:
-        cli.check_input(input)
+    if method != CALIBRATED and data is not None:
+        raise typer.BadParameter(f"expected no --data with --method {method}: only {CALIBRATED} reads data")
+    if data is not None:
+        cli.check_batch_data(data)
     built = cli.build_loaded(model, model_arg, weights, seed)
     import torch
 
     from wellcond.attention.find import find_attention
-    from wellcond.cli.inputs import make_batch
+    from wellcond.cli.inputs import folder_of, make_batch
     from wellcond.conditioning.checkpoint import save_weights
     from wellcond.init.apply import init_
 
-    batch = {} if input is None else {"batch": make_batch(built, input, samples=32, seed=seed)[0]}
+    batch = (
+        {} if data is None else {"batch": make_batch(built, data, samples=32, seed=seed, folder=folder_of(model))[0]}
+    )
     try:
         init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **batch)
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:

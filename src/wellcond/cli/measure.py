@@ -29,7 +29,7 @@ CONVENTIONS = ("wide", "stack")
 @cli.app.command("doctor", rich_help_panel=cli.MODELS)
 def doctor(
     model: cli.Model,
-    input: cli.Input = "random",
+    data: cli.BatchData = "random",
     weights: cli.Weights = None,
     model_arg: cli.ModelArguments = None,
     samples: cli.Samples = 8,
@@ -54,12 +54,12 @@ def doctor(
         _replay(path, json=json, output=output, html=html)
         return
     if path.is_dir() and (path / "config.json").is_file():
-        model, input = f"hf:{model}", "none"
+        model, data = f"hf:{model}", "none"
     elif path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar") and path.is_file():
         other = "" if against is None else f" --against {against}"
         raise cli.OptionError(
             f"{model} holds weights, and which rows of them are heads is known for a model only; type "
-            f"wellcond doctor MODEL --weights {model}{other or ' --input none'}, where MODEL is the model that they "
+            f"wellcond doctor MODEL --weights {model}{other or ' --data none'}, where MODEL is the model that they "
             "are of, such as timm:vit_base_patch16_224 or hf:gpt2"
         )
     if against is not None and html is not None:
@@ -67,7 +67,7 @@ def doctor(
     if against is not None:
         _compare(model, model_arg, weights, against, seed, json=json, output=output)
         return
-    built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
+    built, batch, said = _build(model, model_arg, weights, seed, data, samples, tokens)
     from wellcond.doctor.diagnose import diagnose
 
     found = diagnose(built, batch, trained=trained, jacobian=jacobian)
@@ -82,7 +82,7 @@ def doctor(
 @cli.app.command("measure", rich_help_panel=cli.MODELS)
 def measure(
     model: cli.Model,
-    input: cli.Input = "random",
+    data: cli.BatchData = "random",
     layers: Annotated[str, Option(metavar="LIST", help="all, or numbers such as 0,5,11, as inspect has them.")] = "all",
     heads: Annotated[str, Option(metavar="LIST", help="all, or numbers of key/value heads such as 0,1.")] = "all",
     convention: Annotated[str, Option(metavar="NAME", help="wide (the Jacobian) or stack (as the papers).")] = "wide",
@@ -100,7 +100,7 @@ def measure(
     check_choice("convention", convention, CONVENTIONS)
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
     cli.check_outputs(output, html, force=force)
-    built, batch, said = _build(model, model_arg, weights, seed, input, samples, tokens)
+    built, batch, said = _build(model, model_arg, weights, seed, data, samples, tokens)
     import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
     from wellcond.attention.find import scan_attention
     from wellcond.measurement.measure import measure
@@ -139,11 +139,11 @@ def _build(
     described_model = {"model": cli.describe_spec(spec, model_arg, weights, seed)}
     if source == "none":
         return cli.build_loaded(spec, model_arg, weights, seed), None, described_model
-    cli.check_input(source)
+    cli.check_batch_data(source)
     model = cli.build_loaded(spec, model_arg, weights, seed)
-    from wellcond.cli.inputs import make_batch
+    from wellcond.cli.inputs import folder_of, make_batch
 
-    batch, described = make_batch(model, source, samples=samples, tokens=tokens, seed=seed)
+    batch, described = make_batch(model, source, samples=samples, tokens=tokens, seed=seed, folder=folder_of(spec))
     return model, batch, described_model | {"input": described}
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ LAYER_COUNTS = (
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "layers"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
 )
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # Libraries make a list, or a name, for each of so many before they make a tensor.
 MOST = dict.fromkeys(LAYER_COUNTS, 10_000) | dict.fromkeys(("num_labels", "num_classes"), 1_000_000)
 
@@ -83,10 +85,7 @@ def check_model(spec: str, arguments: dict[str, Any]) -> None:
         if not rest or "\0" in rest:
             raise ModelSpecError(f"unknown MODEL {spec!r}: expected a name after {kind}:")
     elif not is_local_code(spec):
-        raise ModelSpecError(
-            f"unknown MODEL {spec!r}: expected timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME or "
-            "path/to/file.py:callable"
-        )
+        raise ModelSpecError(f"unknown MODEL {spec!r}: {_suggest(spec)}")
     elif not Path(spec.rpartition(":")[0]).is_file():
         raise ModelSpecError(f"no such file: {spec.rpartition(':')[0]}")
     if kind == "hf" and Path(rest).is_dir():
@@ -98,6 +97,28 @@ def check_model(spec: str, arguments: dict[str, Any]) -> None:
                 "remove it. Weights are named by model.weights of a recipe, or --weights"
             )
     _check_counts(arguments, spec)
+
+
+def _suggest(spec: str) -> str:
+    """What to type instead of a MODEL that does not say which library it is from."""
+    if Path(spec).is_dir():
+        return f"for a folder that transformers wrote, type hf:{spec}"
+    if HUB_ID.fullmatch(spec):
+        return _download_first(spec)
+    if not re.fullmatch(r"[\w.-]+", spec):
+        return "expected timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME or path/to/file.py:callable"
+    return (
+        f"say which library it is from: timm:{spec}, or hf:{spec} (a configuration type or a local folder), or "
+        f"wellcond:{spec}, or path/to/file.py:callable"
+    )
+
+
+def _download_first(hub_id: str) -> str:
+    folder = hub_id.rpartition("/")[2]
+    return (
+        f"{hub_id} looks like an id of the hub, from which wellcond downloads nothing by itself; type "
+        f"hf download {hub_id} --local-dir {folder}, then hf:{folder}"
+    )
 
 
 def _check_counts(settings: dict[str, Any], where: str) -> None:
@@ -245,7 +266,8 @@ def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None, on_m
         _refuse_kernels_of(config, name)
     else:
         close = similar(name, sorted(transformers.CONFIG_MAPPING))
-        raise ModelSpecError(f"{name!r} is neither a folder nor a configuration type of transformers. Similar: {close}")
+        todo = _download_first(name) if HUB_ID.fullmatch(name) else f"Similar: {close}"
+        raise ModelSpecError(f"{name!r} is neither a folder nor a configuration type of transformers. {todo}")
     architecture = (getattr(config, "architectures", None) or [None])[0]
     model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
     if auto_class is not None:
