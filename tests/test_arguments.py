@@ -2,11 +2,11 @@
 
 import copy
 import inspect
+import pathlib
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -363,7 +363,7 @@ def test_the_files_of_a_package_are_the_list():
         "print(len(registry.INITIALISATIONS), len(registry.CORRECTIONS))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    package = Path(wc.__file__).parent
+    package = pathlib.Path(wc.__file__).parent
     for found, folder in zip(done.stdout.split(), ("init", "conditioning"), strict=True):
         files = "".join(path.read_text("utf-8") for path in (package / folder).glob("*.py"))
         written = re.findall(r'^@register_(?:init|condition)\("', files, re.MULTILINE)
