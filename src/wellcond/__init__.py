@@ -1,4 +1,4 @@
-"""Well-conditioned attention for PyTorch: find it, initialise it, condition it, fold it, measure it."""
+"""See what every attention head of a transformer does, act on it, and know whether it helped."""
 
 from __future__ import annotations
 

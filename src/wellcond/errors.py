@@ -1,6 +1,7 @@
 """Every exception and warning that reaches a user; each says what was expected, what was found and what to do.
 
-What an exception was made of is in its attributes, where a program may want it: `expected` and `found`, `path`, ...
+What an exception was made of is in its attributes, where a program may want it: `field`, `expected` and `found` of
+each, `path`, ...
 """
 
 from __future__ import annotations
@@ -17,7 +18,19 @@ DEBUG_VARIABLE = "WELLCOND_DEBUG"
 
 
 class WellcondError(Exception):
-    """Base of every error that wellcond raises on purpose."""
+    """Base of every error that wellcond raises on purpose.
+
+    `field` is the option or field that is wrong, `expected` what was asked for and `found` what was there; None where
+    the message alone tells it. Tests ask for these, so that messages may be worded anew.
+    """
+
+    def __init__(
+        self, message: object = "", *, field: str | None = None, expected: Any = None, found: Any = None
+    ) -> None:
+        super().__init__(message)
+        self.field = field
+        self.expected = expected
+        self.found = found
 
 
 class AttentionNotFoundError(WellcondError, ValueError):
@@ -101,11 +114,6 @@ def needs_extra(package: str, extra: str, *modules: str) -> Iterator[None]:
 class OptionError(WellcondError, ValueError):
     """An option of another type, out of range, or without meaning beside the others."""
 
-    def __init__(self, message: str, *, expected: Any = None, found: Any = None) -> None:
-        self.expected = expected
-        self.found = found
-        super().__init__(message)
-
 
 class UnknownChoiceError(OptionError):
     """A method or an option that does not exist."""
@@ -116,7 +124,7 @@ class UnknownChoiceError(OptionError):
         near = difflib.get_close_matches(str(got), [choice for choice in choices if isinstance(choice, str)], 1)
         meant = f" Did you mean {near[0]!r}?" if near else ""
         text = f"unknown {what}: got {got!r}, expected one of {listed}.{meant}"
-        super().__init__(f"{advice}\n  {text}" if advice else text, expected=tuple(choices), found=got)
+        super().__init__(f"{advice}\n  {text}" if advice else text, field=what, expected=tuple(choices), found=got)
 
 
 class MissingFileError(WellcondError, FileNotFoundError):
@@ -232,12 +240,11 @@ class DataError(WellcondError, ValueError):
         row: int | None = None,
     ) -> None:
         """Put the parts on lines of their own; `path` and `row` are for programs, `problem` names them too."""
+        message = "\n  ".join([problem, f"expected: {expected}", f"found:    {found}", *filter(None, [todo])])
+        super().__init__(message, expected=expected, found=found)
         self.problem = problem
-        self.expected = expected
-        self.found = found
         self.path = path
         self.row = row
-        super().__init__("\n  ".join([problem, f"expected: {expected}", f"found:    {found}", *filter(None, [todo])]))
 
 
 class RunError(WellcondError, RuntimeError):

@@ -17,8 +17,8 @@ def curve(num_steps, per_epoch=10, **fields):
     return [schedule.point(t, num_steps, per_epoch) for t in range(num_steps)]
 
 
-def factors(num_steps, **fields):
-    return [point.factor for point in curve(num_steps, **fields)]
+def factors(num_steps, per_epoch=10, **fields):
+    return [point.factor for point in curve(num_steps, per_epoch, **fields)]
 
 
 @pytest.mark.parametrize("anneal", ["cos", "linear"])
@@ -84,6 +84,24 @@ def test_cosine_equals_timm(warmup):
     for t, factor in enumerate(factors(40, name="cosine", start=0.05, end=0.01, **given)):
         scheduler.step_update(t)
         assert factor == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+
+
+@pytest.mark.parametrize("rate_of", ["epoch", "former_epoch"])
+@pytest.mark.parametrize(("epochs", "warmup", "cooldown"), [(12, 3, 2), (9, 0, 0), (7, 5, 0)])
+def test_a_rate_per_epoch_over_the_warm_up_is_that_of_the_releases(rate_of, epochs, warmup, cooldown):
+    """timm's loop steps to epoch + 1 behind an epoch, those of DeiT and XCiT to the epoch that has just ended."""
+    from timm.scheduler import CosineLRScheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = CosineLRScheduler(optimizer, t_initial=epochs, lr_min=0.01, warmup_t=warmup, warmup_lr_init=0.05)
+    expected = []
+    for epoch in range(epochs + cooldown):
+        expected += [optimizer.param_groups[0]["lr"]] * 4
+        scheduler.step(epoch + 1 if rate_of == "epoch" else epoch)
+    fields = {"name": "cosine", "start": 0.05, "end": 0.01, "over_warmup": True, "rate_of": rate_of}
+    fields |= {"warmup": {"epochs": warmup}} if warmup else {}
+    fields |= {"cooldown": {"epochs": cooldown}} if cooldown else {}
+    assert factors(len(expected), per_epoch=4, **fields) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("num_steps", "peak"), [(10, 0.5), (100, 0.2), (50, 0.9), (1000, 0.15)])

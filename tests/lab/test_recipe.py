@@ -5,7 +5,7 @@ import pytest
 from lab.helpers import RECIPE, make_recipe
 from wellcond.lab.load_recipe import SCALES, load_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import Recipe, config_hash
+from wellcond.lab.recipe import NEUTRAL, Recipe, config_hash
 from wellcond.lab.train.evaluate import jacobian_steps
 
 METHOD = MethodSettings.model_validate("identity(lam=10)")
@@ -78,6 +78,16 @@ def test_the_hash_ignores_what_has_no_effect_and_nothing_else():
     assert len(before) == 16 and int(before, 16) >= 0
     ignored = {path for path in leaves(config) if config_hash(changed(config, path, "other")) == before}
     assert ignored == WITHOUT_EFFECT
+
+
+def test_fields_that_came_later_leave_the_hash_of_older_records():
+    config = make_recipe(schedule={"name": "cosine"}).config(METHOD, 0)
+    older = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    for path in NEUTRAL:
+        part, _, field = path.partition(".")
+        older.get(part, {}).pop(field, None)
+    assert older != config and config_hash(older) == config_hash(config)
+    assert config_hash(changed(config, "schedule.over_warmup", True)) != config_hash(config)
 
 
 @pytest.mark.parametrize("num_points", range(6))

@@ -26,7 +26,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Well-conditioned attention for PyTorch. A good start: `wellcond doctor MODEL`, or `wellcond demo`.",
+    help="See what every attention head does, act on it, and know whether it helped. "
+    "Begin with `wellcond doctor MODEL` or `wellcond demo`.",
 )
 
 MODELS, EXPERIMENTS, PAPERS = "On a model", "Experiments", "The papers, and records of runs"

@@ -1,4 +1,4 @@
-"""The door: `wellcond COMMAND`."""
+"""Entry point of the command line: `wellcond COMMAND`."""
 
 from __future__ import annotations
 

@@ -44,7 +44,11 @@ class Constant(Settings):
         warmup = self.warmup.in_steps(steps_per_epoch) if self.warmup else 0
         if t < warmup:
             return Point(self.start + (1 - self.start) * t / warmup)
-        return Point(self.level(min(1.0, (t - warmup) / max(1, num_steps - warmup))))
+        return Point(self.level(min(1.0, self.progress(t, warmup, num_steps))))
+
+    def progress(self, t: int, warmup: int, num_steps: int) -> float:
+        """Share of the schedule that is over at update number t, after the warm-up; above 1 beyond its end."""
+        return (t - warmup) / max(1, num_steps - warmup)
 
     def level(self, progress: float) -> float:
         """Share of the peak, from the end of the warm-up (0) to that of the schedule (1)."""
@@ -57,11 +61,24 @@ class Cosine(Constant):
     name: Literal["cosine"] = "cosine"  # type: ignore[assignment]
     end: Fraction = 0.0
     cooldown: Interval | None = None
+    over_warmup: bool = False
+    """Whether the cosine begins with the first update, below the warm-up, instead of behind it (timm without
+    warmup_prefix)."""
+    rate_of: Literal["update", "epoch", "former_epoch"] = "update"
+    """Whether the rate changes with every update or with every epoch (timm), or each epoch has the rate of the epoch
+    before it, the first its own (DeiT, XCiT)."""
 
     def point(self, t: int, num_steps: int, steps_per_epoch: int) -> Point:
         """For update number t; after the last step of the cosine it stays."""
         cooldown = self.cooldown.in_steps(steps_per_epoch) if self.cooldown else 0
+        if self.rate_of != "update":
+            epoch = t // steps_per_epoch - (self.rate_of == "former_epoch")
+            t = max(0, epoch) * steps_per_epoch
         return super().point(t, num_steps - cooldown, steps_per_epoch)
+
+    def progress(self, t: int, warmup: int, num_steps: int) -> float:
+        """Share of the cosine that is over at update number t."""
+        return t / max(1, num_steps) if self.over_warmup else super().progress(t, warmup, num_steps)
 
     def level(self, progress: float) -> float:
         """Share of the peak."""

@@ -233,9 +233,25 @@ class Recipe(Settings):
         return data | {"method": method.model_dump(mode="json"), "seed": seed}
 
 
+NEUTRAL = {
+    "data.test_split": None,
+    "schedule.rate_of": "update",
+    "schedule.over_warmup": False,
+    "augmentation.mixed_together": 1,
+    "tracking.stacked": False,
+}
+"""Fields that came after the first records, with the values at which a run is what it was without them."""
+
+
 def with_effect(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that changes a run's numbers; a run may be resumed with another rest."""
+    """The part of a configuration that changes a run's numbers; a run may be resumed with another rest.
+
+    Fields of `NEUTRAL` are left out at their values there, so that older records keep their hash.
+    """
     kept = {key: value for key, value in config.items() if key not in ("title", "description", "checkpoint", "logging")}
+    for path, neutral in NEUTRAL.items():
+        part, _, field = path.partition(".")
+        kept[part] = {key: value for key, value in (kept.get(part) or {}).items() if (key, value) != (field, neutral)}
     kept["training"] = {key: value for key, value in kept["training"].items() if key != "workers"}
     # What a method sets is in the other parts of the configuration already.
     kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}

@@ -192,6 +192,16 @@ def test_held_out_makes_three_splits(mirror, png):
     assert "there is no split 'train'" in message and "with 'held_out' none to train on" in message
 
 
+def test_the_evaluation_split_may_be_the_test_split_too(mirror):
+    bundle = load(source="hub", id="lab/pictures", evaluation_split="test", test_split="test")
+    rows = range(len(bundle.evaluation))
+    assert len(bundle.others["test"]) == len(bundle.evaluation) > 0
+    assert all(bundle.others["test"].content(row) == bundle.evaluation.content(row) for row in rows)
+    assert "no split 'dev'" in failure(source="hub", id="lab/pictures", evaluation_split="test", test_split="dev")
+    with pytest.raises(ValueError, match="held_out"):
+        load(source="hub", id="lab/pictures", held_out=0.3, test_split="test")
+
+
 def test_held_out_of_the_split_named_test(mirror):
     swapped = {"train_split": "test", "evaluation_split": "train"}
     bundle = load(source="hub", id="lab/pictures", held_out=0.5, **swapped)

@@ -173,6 +173,17 @@ def test_mixing_is_seeded_by_step_and_position(augmentation):
     assert torch.equal(states[2], torch.get_rng_state())
 
 
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_samples_that_are_mixed_together_share_a_draw(kind):
+    task = make_task(byte_images(), augmentation={kind: 1.0, "mixed_together": 4})
+    label = torch.arange(9) % 3
+    batch = {"image": torch.rand(9, 3, 8, 8), "label": label}
+    found = task.training_batch(batch, 3, 0)["label"].gather(1, label[:8, None]).flatten()
+    assert (found[:4] == found[0]).all() and (found[4:] == found[4]).all() and found[0] != found[4]
+    whole, divided = mixed(task, 3), mixed(task, 3, processes=2, accumulate=4)
+    assert all(torch.equal(whole[name], divided[name]) for name in whole)
+
+
 def test_mixup_weighs_images_and_labels_alike():
     task = make_task(byte_images(), augmentation={"mixup": 0.8})
     batch = {"image": torch.zeros(9, 3, 4, 4), "label": torch.arange(9) % 2}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from wellcond.errors import DataError, WellcondError
@@ -78,10 +78,19 @@ class HubConfig(TableConfig):
     """One split, or several joined: train+validation."""
     evaluation_split: str | None = None
     """By default the first that exists of validation, val, dev, test, validation_matched."""
+    test_split: str | None = None
+    """By default the one named test that is neither trained on nor evaluated on; the evaluation split may be named
+    again, where a benchmark chooses weights by its test set."""
     held_out: float | None = Field(None, gt=0, lt=1)
     """Share of the training split to evaluate on, of every class alike; what would have been the evaluation split is
     then the test split, and limits count what is left."""
     limit_test: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_test_split(self) -> HubConfig:
+        if self.test_split is not None and self.held_out is not None:
+            raise ValueError("test_split: with held_out the evaluation split is the test split; give one of the two")
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +180,8 @@ def load_hub(config: HubConfig, base: Path) -> Data:
     if config.held_out is not None:
         return join_tables(name, place, train, None, {"test": splits[evaluated]}, config, config.held_out)
     others.pop(evaluated, None)
+    if config.test_split is not None:
+        others["test"] = splits[require_split(config.test_split, splits, name, "test_split")]
     return join_tables(name, place, train, splits[evaluated], others, config)
 
 

@@ -80,6 +80,9 @@ class AugmentationSettings(Settings):
     random_erasing: Fraction = 0.0
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0
+    mixed_together: PositiveInt = 1
+    """How many samples in a row of an update share one draw of mixup or CutMix: with 1 each has its own, with the batch
+    of one GPU it is one for each such batch, as in DeiT, Swin and timm, on any number of processes."""
     label_smoothing: Fraction = 0.0
     repeats: PositiveInt = 1
     """Repeated augmentation (DeiT): an epoch takes this many times fewer samples, and each that many times in a row,

@@ -231,16 +231,18 @@ class ImageClassification(ClassificationTask):
         """Images mixed by mixup (arXiv:1710.09412) or CutMix (arXiv:1905.04899), and labels as smoothed probabilities.
 
         The sample at position p of an update is mixed with the one at p + `repeats`, cyclically: the next image, not
-        another view of the same one. What is drawn for it follows from the seed, the step and p, so that any number of
-        processes and accumulated parts mix an update alike.
+        another view of the same one. What is drawn for it follows from the seed, the step and p (over `mixed_together`,
+        rounded down), so that any number of processes and accumulated parts mix an update alike.
         """
         if not self.mixes:
             return batch
         image, label, repeats = batch["image"], batch["label"], self.augmentation.repeats
         size = len(label) - repeats
         height, width = image.shape[-2:]
-        seeds = [derive(self.seed, "mixing", step, part * size + row) for row in range(size)]
-        weights, boxes = zip(*(draw_mixing(self.augmentation, (height, width), seed) for seed in seeds), strict=True)
+        groups = [(part * size + row) // self.augmentation.mixed_together for row in range(size)]
+        seeds = {group: derive(self.seed, "mixing", step, group) for group in groups}
+        drawn = {group: draw_mixing(self.augmentation, (height, width), seed) for group, seed in seeds.items()}
+        weights, boxes = zip(*(drawn[group] for group in groups), strict=True)
         weight = torch.tensor(weights, dtype=torch.float32, device=image.device)[:, None]
         top, bottom, left, right = torch.tensor(boxes, device=image.device).view(-1, 4, 1, 1, 1).unbind(1)
         rows, columns = torch.arange(height, device=image.device)[:, None], torch.arange(width, device=image.device)
