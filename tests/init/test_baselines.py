@@ -10,10 +10,8 @@ from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, GPT2Model
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
 import wellcond as wc
-from init.helpers import first, generator, tiny_vit
-from models import XTransformersAttention
+from init.helpers import generator, tiny_vit
 from wellcond.errors import UnsupportedLayoutError, WellcondError
-from wellcond.init.tokens import sincos_2d
 
 
 def test_default_reruns_the_family():
@@ -67,59 +65,6 @@ def test_the_default_draws_from_no_device_and_not_from_the_global_generator(rule
     first = model.in_proj_weight.clone()
     wc.init_(model, "default", rule=rule, generator=torch.Generator().manual_seed(3))
     assert torch.equal(first, model.in_proj_weight)
-
-
-def test_mimetic_products():
-    # experiments.md 1.3, check values at D = 192, d = 64.
-    model = timm.models.VisionTransformer(img_size=16, patch_size=4, embed_dim=192, depth=1, num_heads=3)
-    wc.init_(model, "mimetic", generator=generator())
-    site = first(model)
-    q, k = site.q.read().double(), site.k.read().double()
-    assert wc.spectrum(q[0]).condition_number == pytest.approx(1.28, abs=0.03)
-    assert wc.spectrum(q[0]).sigma_max == pytest.approx(1.35, abs=0.03)
-    assert torch.einsum("hdc,hdc->h", q, k).div(192).tolist() == pytest.approx([0.40] * 3, abs=0.02)
-    w_v = site.v.read().reshape(192, 192).T.double()
-    w_o = model.blocks[0].attn.proj.weight.T.double()
-    product = w_v @ w_o
-    noise = product + 0.4 * torch.eye(192)
-    # W_V W_O = 0.4 Z - 0.4 I with Z uniform within sqrt(3 / D): nothing may lie beyond.
-    assert noise.abs().max().item() == pytest.approx(0.4 * (3 / 192) ** 0.5, rel=1e-3)
-    assert noise.std().item() * 192**0.5 == pytest.approx(0.4, rel=0.02)
-
-
-def test_mimetic_released_transposes_lose_the_product():
-    model = timm.models.VisionTransformer(img_size=16, patch_size=4, embed_dim=192, depth=1, num_heads=3)
-    wc.init_(model, "mimetic", transposes="released", generator=generator())
-    w_v, w_o = first(model).v.read().reshape(192, 192).T, model.blocks[0].attn.proj.weight.T
-    product = (w_v @ w_o).detach()
-    off = product - product.diag().diag()
-    assert product.diag().mean().item() == pytest.approx(-0.398, abs=0.02)
-    assert off.std().item() * 192**0.5 == pytest.approx(0.278, abs=0.02)
-
-
-def test_mimetic_position_embedding():
-    model = tiny_vit()
-    wc.init_(model, "mimetic", position="sincos2d")
-    assert torch.equal(model.pos_embed[0, 0], torch.zeros(24))
-    torch.testing.assert_close(model.pos_embed[0, 1:].double(), sincos_2d(4, 4, 24), rtol=0, atol=1e-6)
-    # Patch (row 1, column 2): [sin x, cos x, sin y, cos y], omega_j = 1e4^(-j / (D/4 - 1)).
-    omega = 1e4 ** (-torch.arange(6) / 5)
-    expected = torch.cat([(2 * omega).sin(), (2 * omega).cos(), omega.sin(), omega.cos()])
-    torch.testing.assert_close(model.pos_embed[0, 1 + 4 + 2].detach(), expected)
-
-    gpt = GPT2Model(GPT2Config(n_embd=24, n_head=3, n_layer=1, vocab_size=11, n_positions=16))
-    wc.init_(gpt, "mimetic", position="sincos1d")
-    assert gpt.wpe.weight[0].tolist() == [0.0] * 12 + [1.0] * 12
-    with pytest.raises(wc.WeightError, match="position='sincos2d' needs"):
-        wc.init_(gpt, "mimetic", position="sincos2d")
-
-
-def test_mimetic_refuses_grouped_queries_and_changes_nothing():
-    model = XTransformersAttention(heads=4, kv_heads=2)
-    before = model.to_q.weight.clone()
-    with pytest.raises(wc.UnsupportedLayoutError, match="4 query heads share 2"):
-        wc.init_(model, "mimetic")
-    assert torch.equal(model.to_q.weight, before)
 
 
 @pytest.mark.parametrize(("distribution", "largest"), [("uniform", (3 / 24) ** 0.5), ("normal", None)])

@@ -74,6 +74,18 @@ def test_byte_pairs_are_fewer_than_bytes_and_end_with_their_own_token():
     assert tokenizer.decode([*ids, 0]) == "little girl"
 
 
+def test_characters_are_those_of_the_training_text_in_order():
+    tokenizer = choose("characters", texts("cab\n", "ée"))
+    assert tokenizer.vocabulary_size == 6 and tokenizer.document_end is None and not tokenizer.special
+    assert [ids.tolist() for ids in tokenizer.encode_batch(["\nabc", "", "éé"])] == [[0, 1, 2, 3], [], [5, 5]]
+    assert tokenizer.decode([3, 1, 2]) == "cab"
+    assert tokenizer.fingerprint == choose("characters", texts("éeabc", "\n")).fingerprint
+    assert tokenizer.fingerprint != choose("characters", texts("eabc", "\n")).fingerprint
+    with pytest.raises(DataError) as error:
+        tokenizer.encode_batch(["abcd"])
+    assert error.value.found == "'d'" and "6 characters" in error.value.expected
+
+
 def test_word_pieces_are_those_of_bert():
     tokenizer = word_pieces(lower_case=True)
     assert tokenizer.special == {"pad": 0, "unknown": 1, "classify": 2, "separator": 3, "mask": 4}
@@ -138,11 +150,11 @@ def test_text_and_vocabulary_that_do_not_suit_each_other(choice, documents, mess
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("words", "expected bytes, {train"),
+        ("words", "expected bytes, characters, {train"),
         ({"train": "bpe"}, "vocabulary"),
         ({"train": "unigram", "vocabulary": 9}, "'wordpiece' or 'bpe'"),
         ({"train": "bpe", "vocabulary": 9, "lowercase": True}, "Did you mean 'lower_case'"),
-        ({"train": "bpe", "name": "x"}, "expected bytes, {train"),
+        ({"train": "bpe", "name": "x"}, "expected bytes, characters, {train"),
         ({"name": "x", "sha256": "12"}, "pattern"),
     ],
 )

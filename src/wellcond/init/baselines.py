@@ -1,13 +1,7 @@
 r"""Initialisations that others have proposed, and the model's own: what every other method is compared with.
 
-``default`` runs the initialisation of the model's library again. Mimetic initialisation (Trockman and Kolter, ICML
-2023) makes products of weights look like those of trained models,
-
-.. math:: W_Q W_K^T \approx a_1 Z + b_1 I \;(\text{rank } d, \text{ per head}), \qquad W_V W_O = a_2 Z - b_2 I,
-
-with independent entries of variance 1/D in Z. Its authors released no code; the algorithm follows the release of the
-group of papers C and S, with its transposes corrected (``transposes="released"`` keeps them as released). nanochat
-(Karpathy, 2025) has Q, K, V of unit scale and no output until W_O has moved.
+``default`` runs the initialisation of the model's library again. nanochat (Karpathy, 2025) has Q, K, V of unit scale
+and no output until W_O has moved.
 
 T-Fixup (Huang et al., ICML 2020) draws every matrix by Xavier's rule and shrinks what adds to the stream,
 
@@ -35,7 +29,7 @@ from wellcond.attention.layout import is_conv1d
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import UnsupportedLayoutError
 from wellcond.init.apply import InitContext, Write, head_write, register_init
-from wellcond.init.tokens import Position, embedding_layers, position_writes
+from wellcond.init.tokens import embedding_layers
 from wellcond.linalg.orthogonal import draw_normal
 
 Distribution = Literal["uniform", "normal"]
@@ -46,13 +40,14 @@ def _device(generator: torch.Generator | None) -> torch.device:
     return torch.device("cpu") if generator is None else generator.device
 
 
-def _draw_uniform(shape: tuple[int, ...], context: InitContext) -> Tensor:
+def draw_uniform(shape: tuple[int, ...], context: InitContext) -> Tensor:
     """Uniform within -1 and 1, on the generator's device."""
     drawn = torch.rand(shape, generator=context.generator, device=_device(context.generator))
     return 2 * drawn - 1
 
 
-def _refuse(site: AttentionSite, problem: str) -> UnsupportedLayoutError:
+def refuse(site: AttentionSite, problem: str) -> UnsupportedLayoutError:
+    """The error about an attention layer that an initialisation cannot set."""
     advice = "Choose another method, or leave the site out with sites=..."
     return UnsupportedLayoutError(site.name, f"{problem}. {advice}", class_name=type(site.module).__name__)
 
@@ -81,10 +76,10 @@ def default(
     if rule == "torch":
         for what, slot in slots:
             bound = slot.in_features**-0.5
-            yield Write(f"{what})", slot, _draw_uniform(tuple(slot.read_raw().shape), context) * bound)
+            yield Write(f"{what})", slot, draw_uniform(tuple(slot.read_raw().shape), context) * bound)
             bias = slot.read_bias()
             if bias is not None:
-                drawn = _draw_uniform(tuple(bias.shape), context) * bound
+                drawn = draw_uniform(tuple(bias.shape), context) * bound
                 yield Write(f"{what} bias)", slot, drawn, to_bias=True)
         return
     # The model's own code draws from the global generator: give it a fork, seeded from ours.
@@ -171,93 +166,6 @@ def _reset(module: nn.Module) -> None:
 # What others have proposed for the attention.
 
 
-@register_init("mimetic")
-def mimetic(
-    context: InitContext,
-    *,
-    qk_noise: float = 0.7,
-    qk_identity: float = 0.7,
-    value_noise: float = 0.4,
-    value_identity: float = 0.4,
-    qk_sign: Literal[1, -1] = 1,
-    value_sign: Literal[1, -1] = -1,
-    noise: Distribution = "uniform",
-    position: Position = "keep",
-    transposes: Literal["correct", "released"] = "correct",
-) -> Iterator[Write]:
-    """Plan mimetic weights for Q, K (per head) and V, O (per layer).
-
-    Args:
-        context: the model and its sites.
-        qk_noise: a1.
-        qk_identity: b1.
-        value_noise: a2.
-        value_identity: b2.
-        qk_sign: sign of b1.
-        value_sign: sign of b2: -1 is published for vision; for language the published sources give none, try both.
-        noise: distribution of Z.
-        position: also set the position embedding: ``sincos2d`` (vision) or ``sincos1d`` (sequences).
-        transposes: ``correct``, or as in the release, where W_V W_O is not the intended product.
-
-    Raises:
-        UnknownChoiceError: an option that does not exist.
-        UnsupportedLayoutError: shapes on which the products are not defined (grouped queries, hd != D, no W_O).
-    """
-    for site in context.sites:
-        _check_products(site)
-    for site in context.sites:
-        width = site.in_features
-        query, key, value = site.roles["query"], site.roles["key"], site.roles["value"]
-        pairs = [
-            _factor(_noisy_identity(width, qk_noise, qk_sign * qk_identity, noise, context), site.head_dim)
-            for _ in range(site.num_heads)
-        ]
-        yield head_write(site, query, torch.stack([left.T for left, _ in pairs]))
-        yield head_write(site, key, torch.stack([right for _, right in pairs]))
-
-        # W_V = U S^(1/2) (D x hd) and W_O = S^(1/2) V^T (hd x D); torch stores both transposed.
-        product = _noisy_identity(width, value_noise, value_sign * value_identity, noise, context)
-        w_v, w_o = _factor(product, width)
-        stored_v, stored_o = (w_v.T, w_o.T) if transposes == "correct" else (w_v, w_o)
-        yield head_write(site, value, stored_v.reshape(site.num_heads, site.head_dim, width))
-        heads_o = stored_o.reshape(width, site.num_heads, site.head_dim).transpose(0, 1)
-        yield head_write(site, "o", heads_o)
-    yield from position_writes(context.model, position)
-
-
-def _noisy_identity(width: int, noise: float, identity: float, kind: Distribution, context: InitContext) -> Tensor:
-    if kind == "normal":
-        z = draw_normal((width, width), generator=context.generator).double() / width**0.5
-    else:
-        z = _draw_uniform((width, width), context).cpu().double() * (3 / width) ** 0.5
-    return noise * z + identity * torch.eye(width, dtype=torch.float64)
-
-
-def _factor(product: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Balanced factors L (D x rank), R (rank x D) of the best rank-`rank` approximation of a D x D matrix."""
-    # The leading singular pairs from the symmetric eigenproblem of A A^T: their sigma are far from 0, so squaring is
-    # harmless, and it is several times cheaper than an SVD.
-    if rank < product.shape[0]:
-        squares, u = torch.linalg.eigh(product @ product.T)
-        u, root = u[:, -rank:].flip(1), squares[-rank:].flip(0).sqrt().sqrt()
-        return u * root, (u.T @ product) / root[:, None]
-    u, s, vh = torch.linalg.svd(product)
-    return u * s.sqrt(), s.sqrt()[:, None] * vh
-
-
-def _check_products(site: AttentionSite) -> None:
-    inner = site.num_heads * site.v.head_dim
-    problem = None
-    if site.num_kv_heads != site.num_heads:
-        problem = f"{site.num_heads} query heads share {site.num_kv_heads} key/value heads"
-    elif site.o is None:
-        problem = "it has no output projection W_O"
-    elif not inner == site.in_features == site.k.in_features == site.v.in_features == site.o.out_features:
-        problem = f"heads x head_dim = {inner} and the widths in ({site.in_features}) and out differ"
-    if problem:
-        raise _refuse(site, f"mimetic initialisation needs W_Q W_K^T per head and W_V W_O to be D x D, but {problem}")
-
-
 @register_init("nanochat")
 def nanochat(context: InitContext, *, distribution: Distribution = "uniform") -> Iterator[Write]:
     """Q, K and V independent of standard deviation 1/sqrt(D), W_O zero; biases stay.
@@ -270,7 +178,7 @@ def nanochat(context: InitContext, *, distribution: Distribution = "uniform") ->
     """
     for site in context.sites:
         if site.o is None:
-            raise _refuse(
+            raise refuse(
                 site, "nanochat's initialisation sets the output projection W_O to zero, but this attention has none"
             )
         for role in "qkv":
@@ -279,7 +187,7 @@ def nanochat(context: InitContext, *, distribution: Distribution = "uniform") ->
             if distribution == "normal":
                 drawn = draw_normal(shape, generator=context.generator) * slot.in_features**-0.5
             else:
-                drawn = _draw_uniform(shape, context) * (3 / slot.in_features) ** 0.5
+                drawn = draw_uniform(shape, context) * (3 / slot.in_features) ** 0.5
             yield head_write(site, role, drawn)
         yield head_write(site, "o", torch.zeros(site.o.num_heads, site.o.out_features, site.o.head_dim))
 

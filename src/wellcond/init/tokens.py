@@ -23,6 +23,10 @@ from wellcond.init.apply import Write
 CONSTANT_TOKENS = ("cls_token", "dist_token", "distillation_token", "reg_token", "register_tokens")
 PATCHES = ("patch_embed", "patch_embeddings", "stem")
 Position = Literal["keep", "sincos2d", "sincos1d"]
+WORD_NAMES = tuple(
+    "word_embedding word_embeddings wte tok_emb tok_embeddings token_embedding token_embeddings embed_tokens".split()
+)
+"""Tables of words where no method of the model says which one it is: Crammed BERT, nanoGPT, nanochat, torchtitan."""
 EMBEDDING_NAMES = ("wpe", "position_embeddings", "position_embedding", "embed_positions", "pos_emb", "pos_embedding")
 
 
@@ -86,7 +90,7 @@ def _says_words(model: nn.Module, name: str, module: nn.Embedding) -> bool:
     if callable(input_embeddings):
         with contextlib.suppress(NotImplementedError):  # of models with several inputs, such as CLIP
             return module is input_embeddings()
-    return name.rpartition(".")[2] in ("word_embedding", "word_embeddings")
+    return name.rpartition(".")[2] in WORD_NAMES
 
 
 def _patch_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -52,12 +52,16 @@ class NamedTokenizer(Settings):
 def _choose(raw: Any) -> Any:
     if isinstance(raw, dict) and ("train" in raw) != ("name" in raw):
         return (TrainedTokenizer if "train" in raw else NamedTokenizer).model_validate(raw)
-    if raw == "bytes" or isinstance(raw, (TrainedTokenizer, NamedTokenizer)):
+    if raw in ("bytes", "characters") or isinstance(raw, (TrainedTokenizer, NamedTokenizer)):
         return raw
-    raise ValueError("expected bytes, {train: wordpiece or bpe, vocabulary: 4096} or {name: FOLDER OR ID OF THE HUB}")
+    raise ValueError(
+        "expected bytes, characters, {train: wordpiece or bpe, vocabulary: 4096} or {name: FOLDER OR ID OF THE HUB}"
+    )
 
 
-TokenizerChoice = Annotated[Literal["bytes"] | TrainedTokenizer | NamedTokenizer, BeforeValidator(_choose)]
+TokenizerChoice = Annotated[
+    Literal["bytes", "characters"] | TrainedTokenizer | NamedTokenizer, BeforeValidator(_choose)
+]
 """Field type of a task."""
 
 
@@ -76,6 +80,35 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(id) - 1 for id in ids if id > 0).decode("utf-8", "replace")
+
+
+class CharacterTokenizer:
+    """Character k of the training text, in the order of code points, is token k; nothing stands between documents."""
+
+    special: ClassVar[dict[str, int]] = {}
+    document_end = None
+
+    def __init__(self, characters: Iterable[str]) -> None:
+        self.characters = "".join(sorted(set(characters)))
+        self.vocabulary_size = len(self.characters)
+        self.fingerprint = hashlib.sha256(f"characters {self.characters}".encode("utf-8", "surrogatepass")).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids from 0; DataError for a character that is not in the training text."""
+        known = {character: number for number, character in enumerate(self.characters)}
+        try:
+            return [np.array([known[character] for character in text], id_type(len(known))) for text in texts]
+        except KeyError as error:
+            raise DataError(
+                f"the character {error.args[0]!r} is not in the training text.",
+                expected=f"one of its {len(known)} characters",
+                found=repr(error.args[0]),
+                todo="Set task.tokenizer: bytes, which knows every text.",
+            ) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text."""
+        return "".join(self.characters[int(id)] for id in ids)
 
 
 SPECIAL = {
@@ -137,9 +170,9 @@ class LibraryTokenizer:
         return self.inner.decode([int(id) for id in ids], skip_special_tokens=True)
 
 
-Tokenizer = ByteTokenizer | LibraryTokenizer
+Tokenizer = ByteTokenizer | CharacterTokenizer | LibraryTokenizer
 """Text to numbers and back; no special token is added to a text. `fingerprint` covers all that decides the ids, and
-`special` has the ids of the special tokens there are, by the keys of `SPECIAL`."""
+`special` has the ids of the special tokens there are, by the keys of `SPECIAL`; `document_end` may be None."""
 
 
 def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, base: Path | None = None) -> Tokenizer:
@@ -149,6 +182,11 @@ def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, ba
     """
     if choice == "bytes":
         return ByteTokenizer()
+    if choice == "characters":
+        assert train is not None
+        return CharacterTokenizer(
+            character for texts, *_ in text_columns(train) for text in texts for character in text
+        )
     if isinstance(choice, TrainedTokenizer):
         assert train is not None
         return trained_tokenizer(choice, train, what)

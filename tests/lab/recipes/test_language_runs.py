@@ -46,6 +46,18 @@ def trained(folder, scale, name, method, *changes):
     return run_job(Job(recipe, MethodSettings.model_validate(method), 0, folder, base, cpu=True))
 
 
+def test_the_recipe_of_nanogpt_runs_on_one_text_of_characters(tmp_path, monkeypatch):
+    text = tmp_path / "mirror/karpathy/tiny_shakespeare/input.txt"
+    text.parent.mkdir(parents=True)
+    text.write_text(document(0, 300))
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
+    record = trained(tmp_path / "run", "tiny", "gpt2-shakespeare", "calibrated")
+    characters = len(document(0, 300))
+    assert record["metric"]["name"] == "loss" and record["tokenizer"]["vocabulary_size"] == len({*document(0, 300)})
+    assert record["data"]["train"] == int(0.9 * characters) - 64  # a window at every place
+    assert 0 < record["final"]["loss"] < record["final"]["perplexity"]
+
+
 @pytest.mark.parametrize(
     ("name", "method", "vocabulary"),
     [

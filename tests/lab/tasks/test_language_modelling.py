@@ -60,6 +60,32 @@ def test_windows_lie_one_behind_the_other():
     assert batch["input_ids"][:full].flatten().tolist() == stream[: full * 5].tolist()
 
 
+@pytest.mark.parametrize(("length", "stride", "starts"), [(9, 1, 6), (9, 2, 3), (10, 2, 4), (3, 1, 0), (9, None, 2)])
+def test_training_windows_begin_at_every_multiple_of_the_stride(length, stride, starts):
+    letters = "".join(chr(ord("a") + number) for number in range(length))
+    data = bundle("text", texts(letters, "abcdefghijk"), texts("abcd"), classes=None)
+    settings = {"context": 3, "tokenizer": "characters", "limit_tokens": length, "stride": stride}
+    if not starts:
+        with pytest.raises(RecipeError):
+            make_task("language_modelling", data, **settings)
+        return
+    task = make_task("language_modelling", data, **settings)
+    assert len(task.train.stream) == length and len(task.train) == starts
+    last = task.train.fetch([(starts - 1, 0)])
+    first = (starts - 1) * (stride or 3)
+    assert last["input_ids"].tolist() == [[first, first + 1, first + 2]]
+    assert last["label"].tolist() == [[first + 1, first + 2, first + 3]]
+    assert len(task.evaluation) == 1  # whatever the stride of training
+
+
+def test_text_of_characters_has_no_ends_and_is_judged_by_the_metric_that_is_asked_for():
+    data = prose("abc", "bca")
+    task = make_task("language_modelling", data, context=2, tokenizer="characters", metric="loss")
+    assert task.train.stream.tokens.tolist() == [0, 1, 2, 1, 2, 0]
+    assert task.metric.name == "loss" and not task.metric.higher_is_better
+    assert make_task("language_modelling", data, context=2).metric.name == "perplexity"
+
+
 class Counter(nn.Module):
     """Finds all tokens equally likely: its loss counts those that are scored."""
 

@@ -20,7 +20,7 @@ from wellcond.lab.data.images import as_tensor_images, side_of, to_channels
 from wellcond.lab.data.own import held_data, hold_again, hold_data, source_of
 
 # These register themselves.
-from wellcond.lab.data import citations, listops, own, pathfinder, tables, text  # noqa: F401  # isort: skip
+from wellcond.lab.data import citations, listops, one_text, own, pathfinder, tables, text  # noqa: F401  # isort: skip
 
 __all__ = [
     "Data",

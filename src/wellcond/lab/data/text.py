@@ -166,7 +166,7 @@ def id_type(vocabulary_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """Documents one after the other, each ended by the same token; read from disk as they are asked for."""
+    """Documents one after the other, each ended by the tokeniser's token for that, if it has one; read from disk."""
 
     tokens: Ids
     counts: dict[str, int]
@@ -203,7 +203,8 @@ def _tokenise(folder: Path, dataset: Dataset, tokenizer: Tokenizer, limit_tokens
     are there, it has the counts alone.
     """
     kind = id_type(tokenizer.vocabulary_size)
-    end = np.array([tokenizer.document_end], kind).tobytes()
+    ends = [] if tokenizer.document_end is None else [tokenizer.document_end]
+    end = np.array(ends, kind).tobytes()
     counts = _counts_on_disk(folder, kind.itemsize)
     if "rows" not in counts:
         return
@@ -231,7 +232,12 @@ def _tokenise(folder: Path, dataset: Dataset, tokenizer: Tokenizer, limit_tokens
                     continue
                 file.write(ids.tobytes() + end)
                 size = len(text.encode("utf-8", "surrogatepass"))
-                for name, more in (("documents", 1), ("tokens", len(ids) + 1), ("words", words), ("bytes", size)):
+                for name, more in (
+                    ("documents", 1),
+                    ("tokens", len(ids) + len(ends)),
+                    ("words", words),
+                    ("bytes", size),
+                ):
                     counts[name] += more
             if full():
                 break

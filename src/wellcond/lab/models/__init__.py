@@ -15,6 +15,7 @@ ARCHITECTURES = {
     "crammed_bert": ("crammed_bert", "CrammedBertForMaskedLM", "CrammedBertOptions", "train"),
     "crammed_bert_classifier": ("crammed_bert", "CrammedBertClassifier", "CrammedBertClassifierOptions", "train"),
     "long_range": ("long_range", "LongRangeClassifier", "LongRangeOptions", "text"),
+    "nanogpt": ("nanogpt", "NanoGPT", "NanoGPTOptions", "train"),
     "mask_rcnn": ("mask_rcnn", "Detector", "MaskRcnnOptions", "detection"),
 }
 """Module, class, its options (what a recipe writes under `model.arguments`), and the extra it needs."""

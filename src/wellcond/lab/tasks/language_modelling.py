@@ -52,6 +52,10 @@ class LanguageModellingSettings(Settings):
     tokenizer: TokenizerChoice = "bytes"
     limit_tokens: PositiveInt | None = None
     """Train on the text up to the document in which so many tokens are reached; null: all."""
+    stride: PositiveInt | None = None
+    """Tokens from one training window to the next; 1 for windows at every place; null: `context`, they meet."""
+    metric: Literal["perplexity", "loss"] = "perplexity"
+    """Of a token, by which runs are judged; the loss is its logarithm, in nats."""
 
 
 def tokens_at(stream: TokenStream, places: NDArray[np.int64]) -> Tensor:
@@ -96,21 +100,22 @@ class TokenStreamTask(ClassificationTask):
 
 @dataclass(frozen=True)
 class TokenBlocks(Samples):
-    """Block k is the `context` tokens from k * context on, and the token behind each."""
+    """Block k is the `context` tokens from k * stride on, and the token behind each."""
 
     stream: TokenStream
     context: int
+    stride: int
     rest: bool
-    """Whether there is a last block for what is less than one, so that every token but the first is predicted once."""
+    """Whether there is a last block for what is less than one, so that every token but the first is predicted."""
 
     def __len__(self) -> int:
-        predicted = len(self.stream) - 1
-        return -(-predicted // self.context) if self.rest else predicted // self.context
+        beyond_first = len(self.stream) - 1 - self.context
+        return max(0, 1 + (-(-beyond_first // self.stride) if self.rest else beyond_first // self.stride))
 
     def fetch(self, keys: Keys) -> Batch:
         """Tokens, targets, and the share of each block in the words and bytes of the text, by its number of targets."""
         predicted = len(self.stream) - 1
-        starts = np.array([index for index, _ in keys])[:, None] * self.context
+        starts = np.array([index for index, _ in keys])[:, None] * self.stride
         places = starts + np.arange(min(self.context, predicted))
         # Behind the end of the stream any token will do: it is not scored, and no token before it sees it.
         inside = torch.from_numpy(places < predicted)
@@ -130,12 +135,19 @@ class LanguageModelling(TokenStreamTask):
 
     auto_class = "AutoModelForCausalLM"
 
+    def __init__(self, settings: Any, context: TaskContext) -> None:
+        super().__init__(settings, context)
+        self.metric = Metric(settings.metric, higher_is_better=False)
+
     def blocks(self, stream: TokenStream, *, training: bool) -> TokenBlocks:
-        """Only in training a last block that is not full is left out."""
-        return TokenBlocks(stream, self.length, rest=not training)
+        """Only in training a last block that is not full is left out, and blocks may overlap."""
+        stride = self.settings.stride if training else None
+        return TokenBlocks(stream, self.length, stride or self.length, rest=not training)
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, context, and the token that ends a document."""
+        if kind == "wellcond":
+            return {"vocab_size": self.tokenizer.vocabulary_size, "context": self.length}
         ends = dict.fromkeys(("bos_token_id", "eos_token_id"), self.tokenizer.document_end)
         return {"vocab_size": self.tokenizer.vocabulary_size, "max_position_embeddings": self.length, **ends}
 
@@ -188,11 +200,13 @@ def generate_text(
 ) -> str:
     """The prompt and what the model, which sees the last `context` tokens, writes behind it, up to the document's end.
 
+    Text without a prompt begins behind the token that ends a document, or token 0 where there is none.
+
     The model is always run `num_tokens` times: where its weights are sharded, processes wait for each other. Tokens
     are drawn on the CPU, so that every device draws the same, without the global random state.
     """
     end = tokenizer.document_end
-    given = [end, *(int(id) for id in tokenizer.encode_batch([prompt])[0])]
+    given = [0 if end is None else end, *(int(id) for id in tokenizer.encode_batch([prompt])[0])]
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     tokens = list(given)
@@ -208,7 +222,8 @@ def generate_text(
             drawn = torch.rand((), generator=generator, dtype=torch.float64) * chances[-1]
             tokens.append(min(int(torch.searchsorted(chances, drawn, right=True)), len(chances) - 1))
     written = tokens[len(given) :]
-    return tokenizer.decode(given + (written[: written.index(end)] if end in written else written))
+    opening = given[1:] if end is None else given
+    return tokenizer.decode(opening + (written[: written.index(end)] if end in written else written))
 
 
 # Masked language modelling. Which tokens are hidden, and behind what, is a pure function of seed, sample and draw.
