@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# The runs of PREREGISTRATION-2.md on the two yardsticks. `yardsticks.sh shakespeare 1` runs the first tier of methods on
+# nanoGPT's shakespeare-char; a higher tier takes the lower ones along. Every method searches its rate on two tuning
+# seeds and is tested on fresh ones; what is complete is not repeated. JOBS says how many runs at once.
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$here/../evidence/run.sh"
+mkdir -p yardsticks
+
+muon="+set(optimizer.name=muon)"
+tiers=("default,calibrated,default$muon,calibrated$muon")
+
+shakespeare() {
+  local tier methods joined
+  for ((tier = 0; tier < $1; tier++)); do methods+=("${tiers[tier]}"); done
+  printf -v joined '%s,' "${methods[@]}"
+  wellcond compare --recipe gpt2-shakespeare --folder yardsticks/shakespeare --methods "${joined%,}" --set baseline=default --seeds 8 --jobs "${JOBS:-auto}" \
+    --tune optimizer.lr=5e-4,1e-3,2e-3,4e-3,1e-2,3e-2 --set "evaluation.every={steps: 2000}" --set "checkpoint.every={steps: 2000}" --no-report
+}
+
+"$1" "${2:-1}"
+wellcond pack "yardsticks/$1" -o "$here/yardsticks/$1"
