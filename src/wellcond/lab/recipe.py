@@ -239,6 +239,7 @@ NEUTRAL = {
     "schedule.over_warmup": False,
     "augmentation.mixed_together": 1,
     "tracking.stacked": False,
+    "task.metric": "perplexity",
 }
 """Fields that came after the first records, with the values at which a run is what it was without them."""
 

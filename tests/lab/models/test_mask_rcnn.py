@@ -52,6 +52,31 @@ def test_a_column_becomes_four_strides_as_in_the_papers():
     assert [tuple(m.weight.shape[2:]) for m in double.levels[0] if hasattr(m, "stride")] == [(2, 2), (2, 2)]
 
 
+def test_one_transposed_convolution_is_the_papers_other_reading():
+    single = detector(XCIT, upsampling="single").train().backbone
+    assert kinds(single.levels[0]) == ["ConvTranspose2d"] and tuple(single.levels[0].weight.shape[2:]) == (4, 4)
+    assert single(torch.rand(1, 3, 64, 96))["0"].shape[-2:] == (16, 24)
+
+
+def test_proposals_pooling_and_box_loss_of_the_release():
+    images, sizes, targets = batch_of(SIZES)
+    plain = detector(XCIT).train()
+    release = detector(XCIT, proposals_kept=[7, 5], pooling_samples=0, box_loss="l1").train()
+    assert release.roi_heads.box_roi_pool.sampling_ratio == release.roi_heads.mask_roi_pool.sampling_ratio == 0
+    kept = []
+    release.rpn.register_forward_hook(lambda _, inputs, output: kept.append([len(boxes) for boxes in output[0]]))
+    torch.manual_seed(0)
+    smooth = plain(images, sizes, targets)
+    torch.manual_seed(0)
+    absolute = release(images, sizes, targets)
+    assert max(kept[0]) == 7
+    # The same anchors are drawn: |x| is above x^2 / (2 beta) and above |x| - beta / 2.
+    assert absolute["loss_objectness"] == smooth["loss_objectness"]
+    assert absolute["loss_rpn_box_reg"] > smooth["loss_rpn_box_reg"]
+    release.eval()(images, sizes)
+    assert max(kept[1]) <= 5
+
+
 @pytest.mark.parametrize(("depth", "taps"), [(4, (0, 1, 2, 3)), (6, (1, 2, 3, 5)), (12, (3, 5, 7, 11))])
 def test_taps_are_those_of_the_release(depth, taps):
     arguments = XCIT["backbone_arguments"] | {"depth": depth}

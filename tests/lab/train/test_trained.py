@@ -4,8 +4,11 @@ import json
 import shutil
 
 import pytest
+import timm
 import torch
+from PIL import Image
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
 import wellcond
 from lab.helpers import same_state
@@ -70,6 +73,38 @@ def test_a_run_teaches_what_init_does_by_hand(runs, name, method, layout):
     assert torch.equal(found["head.weight"], before["head.weight"])
     assert not torch.equal(found["blocks.0.attn.qkv.weight"], before["blocks.0.attn.qkv.weight"])
     assert torch.equal(found["norm.weight"], trained(runs / name, method).norm.weight[::2])
+
+
+def test_a_published_model_teaches_from_a_mirror(tmp_path, monkeypatch):
+    """Its weights are of 224 pixels and 1,000 classes; the student's data have 32 pixels and two."""
+    for place in range(8):
+        folder = tmp_path / "images" / f"class{place % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40), (20 * place, 0, 0)).save(folder / f"{place}.png")
+    name = "vit_tiny_patch16_224.augreg_in21k"
+    published = timm.create_model(name)
+    file = tmp_path / "timm" / name / "model.safetensors"
+    file.parent.mkdir(parents=True)
+    save_file(published.state_dict(), file)
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))
+    small = {"img_size": 32, "embed_dim": 96, "depth": 2, "num_heads": 3}
+    data = f"data={{source: image_folder, path: '{tmp_path / 'images'}', evaluation_fraction: 0.25}}"
+    changes = (f"model.arguments={json.dumps(small)}", "task.image_size=32", data)
+    found = student(f"weight_selection(teacher=timm:{name})", None, *changes).state_dict()
+    before = student("default", None, *changes).state_dict()
+    assert torch.equal(found["norm.weight"], published.norm.weight[::2])
+    assert torch.equal(found["blocks.1.mlp.fc1.bias"], published.blocks[1].mlp.fc1.bias[::2])
+    assert torch.equal(found["head.weight"], before["head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("vit_nano", "no model"), ("vit_tiny_patch16_224.augreg_in21k", "WELLCOND_DATA")]
+)
+def test_a_published_model_that_is_not_there_is_an_error(monkeypatch, tmp_path, name, field):
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(RecipeError, match=field):
+        student(f"weight_selection(teacher=timm:{name})", None)
 
 
 def test_the_layouts_differ_in_the_attention_only(runs):

@@ -6,11 +6,13 @@ import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torchvision.models.convnext import LayerNorm2d
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -57,7 +59,15 @@ class MaskRcnnOptions(Settings):
     positive_regions: Fraction = 0.25
     """Share of them that may be objects."""
     proposals: tuple[PositiveInt, PositiveInt] = (2000, 1000)
-    """Proposals of an image, in training and in evaluation."""
+    """Proposals of an image and a level before non-maximum suppression, in training and in evaluation."""
+    proposals_kept: tuple[PositiveInt, PositiveInt] | None = None
+    """Proposals of an image after it, in training and in evaluation; null: as many as before it, as in torchvision."""
+    pooling_samples: NonNegativeInt = 2
+    """Points on a side of a bin of RoIAlign; 0: as many as the bin has pixels, as in mmdetection."""
+    box_loss: Literal["smooth_l1", "l1"] = "smooth_l1"
+    """Of proposals and boxes: torchvision's, quadratic below 1/9, or mmdetection's."""
+    upsampling: Literal["two", "single"] = "two"
+    """Transposed convolutions from stride 16 to 4: two with a norm and GELU between (XCiT's release), or one."""
     detections: PositiveInt = 100
     """Of an image, at most."""
 
@@ -129,7 +139,10 @@ class TimmPyramid(nn.Module):
         levels: list[nn.Module] = [LayerNorm2d(width) for width in channels]
         if strides != list(STRIDES):  # what brings four maps of stride 16 to those of the pyramid, as in XCiT's release
             up = functools.partial(nn.ConvTranspose2d, channels[0], channels[0], 2, stride=2)
-            first = nn.Sequential(up(), SharedBatchNorm(channels[0]), nn.GELU(), up())
+            if options.upsampling == "two":
+                first: nn.Module = nn.Sequential(up(), SharedBatchNorm(channels[0]), nn.GELU(), up())
+            else:
+                first = nn.ConvTranspose2d(channels[0], channels[0], 4, stride=4)
             levels = [first, up(), nn.Identity(), nn.MaxPool2d(2)]
         self.levels = nn.ModuleList(levels)
         self.pyramid = FeaturePyramidNetwork(channels, options.pyramid_width, extra_blocks=LastLevelMaxPool())
@@ -141,6 +154,15 @@ class TimmPyramid(nn.Module):
         named = OrderedDict((str(k), level(m)) for k, (level, m) in enumerate(zip(self.levels, maps, strict=True)))
         # Anchors and regions take the number format of these maps: half precision does not hold coordinates.
         return OrderedDict((key, value.float()) for key, value in self.pyramid(named).items())
+
+
+class AbsoluteBoxLoss(TorchFunctionMode):
+    """Every smooth L1 loss inside is the L1 loss: torchvision has its kind of box loss written into its functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call what torchvision calls, with another `beta` where it is that loss."""
+        changed = {"beta": 0.0} if func is smooth_l1_loss else {}
+        return func(*args, **(kwargs or {}) | changed)
 
 
 class Detector(MaskRCNN):
@@ -155,22 +177,23 @@ class Detector(MaskRCNN):
         width, classes = options.pyramid_width, options.num_classes + 1
         sizes = tuple((size,) for size in options.anchor_sizes)
         in_training, in_evaluation = options.proposals
+        kept_in_training, kept_in_evaluation = options.proposals_kept or options.proposals
         super().__init__(
             TimmPyramid(options),
             rpn_anchor_generator=AnchorGenerator(sizes, (ASPECT_RATIOS,) * len(sizes)),
             rpn_head=RPNHead(width, len(ASPECT_RATIOS)),
             rpn_pre_nms_top_n_train=in_training,
-            rpn_post_nms_top_n_train=in_training,
+            rpn_post_nms_top_n_train=kept_in_training,
             rpn_pre_nms_top_n_test=in_evaluation,
-            rpn_post_nms_top_n_test=in_evaluation,
+            rpn_post_nms_top_n_test=kept_in_evaluation,
             rpn_batch_size_per_image=options.anchors_sampled,
-            box_roi_pool=_pool(options.box_resolution, options.canonical_size),
+            box_roi_pool=_pool(options.box_resolution, options),
             box_head=TwoMLPHead(width * options.box_resolution**2, options.box_head),
             box_predictor=FastRCNNPredictor(options.box_head, classes),
             box_detections_per_img=options.detections,
             box_batch_size_per_image=options.regions_sampled,
             box_positive_fraction=options.positive_regions,
-            mask_roi_pool=_pool(options.mask_resolution, options.canonical_size),
+            mask_roi_pool=_pool(options.mask_resolution, options),
             mask_head=MaskRCNNHeads(width, options.mask_head, 1),
             mask_predictor=MaskRCNNPredictor(options.mask_head[-1], options.mask_head[-1], classes),
         )
@@ -224,8 +247,9 @@ class Detector(MaskRCNN):
         return ImageList(normalised, shapes), self.backbone(normalised)
 
     def _losses(self, images: ImageList, features: Any, targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        proposals, of_proposals = self.rpn(images, features, targets)
-        _, of_regions = self.roi_heads(features, proposals, images.image_sizes, targets)
+        with AbsoluteBoxLoss() if self.options.box_loss == "l1" else contextlib.nullcontext():
+            proposals, of_proposals = self.rpn(images, features, targets)
+            _, of_regions = self.roi_heads(features, proposals, images.image_sizes, targets)
         return of_proposals | of_regions
 
     def _detect(self, images: ImageList, features: Any, originals: list) -> list[dict[str, Tensor]]:
@@ -246,9 +270,9 @@ class Detector(MaskRCNN):
             self.rpn.training = self.roi_heads.training = False
 
 
-def _pool(resolution: int, canonical_size: int) -> MultiScaleRoIAlign:
-    names = [str(place) for place in range(len(STRIDES))]
-    pool = MultiScaleRoIAlign(names, resolution, 2, canonical_scale=canonical_size)
+def _pool(resolution: int, options: MaskRcnnOptions) -> MultiScaleRoIAlign:
+    names, canonical_size = [str(place) for place in range(len(STRIDES))], options.canonical_size
+    pool = MultiScaleRoIAlign(names, resolution, options.pooling_samples, canonical_scale=canonical_size)
     # torchvision would guess them from the first image, wrongly if that is mostly padding, and keep its guess.
     pool.scales = [1 / stride for stride in STRIDES]
     pool.map_levels = initLevelMapper(2, 5, canonical_scale=canonical_size, canonical_level=4)

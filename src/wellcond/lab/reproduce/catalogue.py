@@ -81,6 +81,8 @@ class Row(_FromText):
     variant: str = ""
     only: tuple[str, ...] = ()
     """Columns that have it; all by default."""
+    scales: tuple[str, ...] = ()
+    """Scales at which it is run; all by default."""
 
 
 class Source(_FromText):

@@ -70,7 +70,7 @@ class Plan:
     entry: Entry
     studies: tuple[PlannedStudy, ...]
     left_out: tuple[str, ...]
-    """Columns and panels that are not run at this scale."""
+    """Columns, panels and rows that are not run at this scale."""
 
     @property
     def runs(self) -> int:
@@ -91,14 +91,16 @@ def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
     entry = entry.at(scale)
     wanted = {"default", *(known if options.methods is None else options.methods)}
     asked: dict[tuple[str, str], list[str]] = {}
-    left_out = []
+    rows_left_out = {name for name, row in entry.all_rows.items() if row.scales and scale not in row.scales}
+    left_out = [f"{name}: not run at scale {scale}" for name in rows_left_out]
     for title, source in entry.columns.items():
         settings = catalogue().studies[source.study].at(scale)
         if settings is None:
             left_out.append(f"{title}: nothing to run it on at scale {scale}")
             continue
         first = [(settings.after, "")] if settings.after else []
-        for row in [row for row in entry.rows_of(title).values() if row.method in wanted]:
+        rows = [row for name, row in entry.rows_of(title).items() if row.method in wanted and name not in rows_left_out]
+        for row in rows:
             for study in (*first, (source.study, row.variant)):
                 asked.setdefault(study, ["default"]).append(row.method)
     studies = tuple(_plan_study(*study, methods, scale, options) for study, methods in asked.items())

@@ -22,7 +22,7 @@ from wellcond.lab.models.memory_guard import MemoryGuard
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, evaluating
-from wellcond.lab.train.trained import load_encoder, load_teacher
+from wellcond.lab.train.trained import load_encoder, load_published, load_teacher
 from wellcond.lab.user_code import MODELS, choose_arguments
 
 
@@ -133,10 +133,14 @@ def prepare_model(
     def build_teacher(name: str, given: dict[str, Any]) -> nn.Module:
         return _build(name, {}, task, local_code=False, needed=task.model_arguments(name.partition(":")[0]) | given)
 
+    def teacher(options: dict[str, Any]) -> nn.Module:
+        if options["teacher"].startswith("timm:"):
+            return load_published(options["teacher"], task.model_arguments("timm"))
+        return load_teacher(options, base, build_teacher)
+
     def forward(model: nn.Module) -> None:
         task.loss(model, task.train.fetch([(sample, 0) for sample in range(min(64, len(task.train)))]))
 
-    teacher = functools.partial(load_teacher, base=base, build=build_teacher)
     return method.apply_(model, seed=derive(seed, "method"), teacher=teacher, forward=forward)
 
 

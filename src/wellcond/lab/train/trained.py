@@ -16,10 +16,11 @@ from wellcond.attention.find import find_attention
 from wellcond.conditioning.apply import fold_, recondition_
 from wellcond.conditioning.checkpoint import MARKER, conditioning_in, load_state, read_state_dict
 from wellcond.conditioning.methods import make_method
-from wellcond.errors import NumericalWarning, RecipeError
+from wellcond.errors import NumericalWarning, RecipeError, needs_extra
 from wellcond.init.selection import exclusion
+from wellcond.lab.data.disk import find_in_mirror, in_a_mirror
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.build import build_model
+from wellcond.lab.models.build import build_model, similar
 from wellcond.lab.train.checkpoint import read_finished_run
 
 Build = Callable[[str, dict[str, Any]], nn.Module]
@@ -44,6 +45,36 @@ def load_teacher(options: dict[str, Any], base: Path | None = None, build: Build
     kept = {key: value for key, value in state.items() if not excluded(key)}
     own = {key: value for key, value in teacher.state_dict().items() if excluded(key)}
     return load_folded(teacher, kept | own, conditioning_in(state), str(weights))
+
+
+def load_published(name: str, arguments: dict[str, Any]) -> nn.Module:
+    """``timm:NAME.TAG`` with the weights ``timm/NAME.TAG/model.safetensors`` of a mirror, or of the hub.
+
+    timm fits what depends on `arguments`, the size and channels of the data's images and the number of their classes.
+    """
+    with needs_extra("timm", "vision"):
+        import huggingface_hub
+        import timm
+    architecture = name.removeprefix("timm:")
+    if not timm.is_model(architecture):
+        known = timm.list_models(pretrained=True)
+        raise RecipeError(f"teacher: timm has no model {architecture!r}. Similar names: {similar(architecture, known)}")
+    file = f"timm/{architecture}/model.safetensors"
+    if (weights := find_in_mirror(file)) is None:
+        try:
+            weights = Path(huggingface_hub.hf_hub_download(f"timm/{architecture}", "model.safetensors"))
+        except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+            raise RecipeError(
+                f"teacher: expected the weights of {name} as {file} {in_a_mirror()}, or on the hub: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return timm.create_model(
+                architecture, pretrained=True, pretrained_cfg_overlay={"file": str(weights)}, **arguments
+            )
+    except Exception as error:  # whatever timm raises for a damaged file, or weights of another model
+        raise RecipeError(f"teacher: {name} with {weights}: {type(error).__name__}: {error}") from error
 
 
 def load_encoder(model: nn.Module, path: Path, method: MethodSettings) -> None:
