@@ -23,6 +23,7 @@ from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.models.build import build_model
 from wellcond.lab.pool import Outcome
 from wellcond.lab.recipe import Recipe
+from wellcond.lab.report.pack import pack
 from wellcond.lab.settings import Settings, list_problems
 from wellcond.training.series import Series
 
@@ -53,6 +54,7 @@ CALLS = {
     "reproduce": ({"id": "C-T1"}, ["--dry-run", "--cpu"]),
     "claims": ({"results": "runs"}, []),
     "pack": ({"folder": "whole"}, ["-o", "packed"]),
+    "unpack": ({"file": "whole.jsonl"}, ["-o", "unpacked"]),
 }
 FEW = ("nan", "-1", "1" + "0" * 30)
 
@@ -84,7 +86,8 @@ def place(tmp_path_factory):
     series.write_to(folder / "watched.jsonl")
     series.add(1, np.array([[3.0], [4.0]]))
     write_comparison(folder / "runs", usual_methods())
-    write_comparison(folder / "whole", usual_methods()[:2])
+    pack(write_comparison(folder / "whole", usual_methods()[:2]), folder / "whole-packed")
+    (folder / "whole-packed.jsonl").rename(folder / "whole.jsonl")
     return folder
 
 

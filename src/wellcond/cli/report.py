@@ -199,8 +199,21 @@ def pack(
     """Pack each comparison into one small file, a line of JSON for each run; all tables stay the same.
 
     `wellcond report`, `claims` and `reproduce --records` read both forms. A packed comparison in OUTPUT is replaced.
+    Of a comparison that is not complete the complete runs are packed; `wellcond unpack` goes on from there.
     """
     from wellcond.lab.report.pack import pack as pack_runs
 
-    for file in pack_runs(folder, output):
-        make_console().print(f"packed: {file}, {file.stat().st_size / 1000:.0f} kB", markup=False, soft_wrap=True)
+    for file, left_out in pack_runs(folder, output).items():
+        note = f", without {left_out} that are not complete" if left_out else ""
+        echo(f"packed: {file}, {file.stat().st_size / 1000:.0f} kB{note}")
+
+
+@cli.app.command("unpack", rich_help_panel=cli.PAPERS)
+def unpack(
+    file: Annotated[Path, Argument(exists=True, dir_okay=False, help="What wellcond pack wrote.")],
+    folder: Annotated[Path, Option("--folder", "-o", help="New folder for the runs.")],
+) -> None:
+    """Make run folders of a packed comparison; `wellcond compare --folder FOLDER` then goes on with what is missing."""
+    from wellcond.lab.report.pack import unpack as unpack_runs
+
+    echo(f"unpacked: {unpack_runs(file, folder)} complete runs in {folder}")

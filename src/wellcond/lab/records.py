@@ -6,6 +6,7 @@ lines, `NAME.jsonl`. `load_comparisons` reads both. Files may be damaged or host
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -33,6 +34,8 @@ RUN, COMPARISON, TUNING = "wellcond-run", "wellcond-comparison", "wellcond-tunin
 """Kinds of the records that training writes."""
 PACKED_START = b'{"kind": "comparison", "schema": '
 """How the first line of a packed comparison begins."""
+SEARCH_START = b'{"kind": "search only", "schema": '
+"""How a packed file begins that has runs of the search alone: what was done of a comparison that goes on later."""
 CORRELATIONS = ("matthews", "pearson", "spearman")
 """Metrics that may be negative."""
 REPEAT = "Restore it, or delete {} and repeat the run."
@@ -325,8 +328,7 @@ class Run:
     def fine_tuned(self) -> list[Run]:
         """Runs that were fine-tuned from this one, with its method and seed."""
         if self.curves is None:
-            paths = sorted((self.folder / "glue").glob("*/seed-0/run.json"))
-            found = [Run(path, read_json(path, RUN)) for path in paths]
+            found = [read_run(path) for path in sorted((self.folder / "glue").glob("*/seed-0/run.json"))]
         else:
             stored = self.record.get("fine_tuned", {})
             found = [packed_run(self.file, stored[name]) for name in sorted(stored)]
@@ -342,6 +344,12 @@ class Run:
         except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
             problem = f"{name} of {self.method}, seed {self.seed} cannot be read: {error}"
             raise RunRecordError(self.file, problem, PACK_AGAIN) from error
+
+
+def read_run(path: Path) -> Run:
+    """A run from its run.json; `wellcond unpack` writes such a file with curves and without logs."""
+    record = read_json(path, RUN)
+    return Run(path, record, record.pop("curves", None))
 
 
 def read_log(run: Run, name: str) -> Rows:
@@ -450,14 +458,15 @@ class Comparison:
 # Reading.
 
 
-def load_comparisons(folder: Path) -> list[Comparison]:
+def load_comparisons(folder: Path, *, needed: bool = True) -> list[Comparison]:
     """Every comparison below a folder, by path; or that of a packed file, with or without its ending.
 
     A run belongs to the nearest folder above it that has a `comparison.json`. Runs without one form a comparison of
     the folder that holds their method folders, methods by name, `default` first and baseline. A file `NAME.jsonl` that
     `wellcond pack` wrote is a comparison too.
 
-    Raises: RunRecordError if there is no run at all, or a file is broken, was changed or is of another version.
+    Raises: RunRecordError if there is no run at all (unless none is `needed`), or a file is broken, was changed or is
+        of another version.
     """
     folder = Path(folder)
     packed = packed_path(folder)
@@ -473,14 +482,18 @@ def load_comparisons(folder: Path) -> list[Comparison]:
         if any((above / "run.json").is_file() for above in inside[1:]) or parts[-4:-3] == ("tuning",):
             continue
         home = next((above for above in inside if above in described), inside[2] if len(inside) > 2 else folder)
-        grouped.setdefault(home, []).append(Run(path, read_json(path, RUN)))
+        grouped.setdefault(home, []).append(read_run(path))
     for home, runs in grouped.items():
-        file = home / "tuning.json"
-        search = read_json(file, TUNING) if file.is_file() else None
-        found.append(_assemble(home, home / "comparison.json", runs, described.get(home), search))
-    if not found:
+        found.append(_assemble(home, home / "comparison.json", runs, described.get(home), read_search(home)))
+    if needed and not found:
         raise RunRecordError(folder, "holds no run.json and no packed comparison", "Make some: wellcond compare.")
     return sorted(found, key=lambda comparison: comparison.folder)
+
+
+def read_search(folder: Path) -> dict[str, Any] | None:
+    """The record of the search before a comparison; None if there is none."""
+    file = folder / "tuning.json"
+    return read_json(file, TUNING) if file.is_file() else None
 
 
 def packed_path(folder: Path) -> Path:
@@ -494,13 +507,27 @@ def _is_packed(path: Path) -> bool:
 
 
 def read_packed(path: Path) -> Comparison:
-    """A comparison from a file: lines of kind `comparison`, `search`, `tuning` and `run`, in this order.
+    """A comparison from a file: lines of kind `comparison`, `search`, `tuning`, `tuning-run` and `run`, in this order.
 
     What all runs have in common stands once, under `shared` in the first line: the record of a run is that mapping with
     the keys of its own line laid over it, level by level.
     """
+    with reading_packed(path):
+        stored, by_kind = read_lines(path)
+        if not by_kind["run"]:
+            raise ValueError("has runs of a search and none of the comparison: wellcond unpack, then compare, goes on")
+        runs = [packed_run(path, line) for line in by_kind["run"]]
+        search = by_kind["search"][0] if by_kind["search"] else None
+        for method in search["methods"] if search else ():
+            method["points"] = [line for line in by_kind["tuning"] if line["method"] == method["label"]]
+        return _assemble(path.parent / path.name.removesuffix(".jsonl"), path, runs, stored, search)
+
+
+@contextlib.contextmanager
+def reading_packed(path: Path) -> Iterator[None]:
+    """Turn whatever goes wrong with the content of a packed file into a RunRecordError."""
     try:
-        return _read_lines(path, read_regular(path))
+        yield
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, RunRecordError):
             raise
@@ -508,9 +535,10 @@ def read_packed(path: Path) -> Comparison:
         raise RunRecordError(path, problem, PACK_AGAIN) from error
 
 
-def _read_lines(path: Path, content: bytes) -> Comparison:
-    first, _, rest = content.partition(b"\n")
-    if not first.startswith(PACKED_START):
+def read_lines(path: Path) -> tuple[dict[str, Any], dict[str, Rows]]:
+    """The first line of a packed file and the others by their kind, checked; runs with what they share."""
+    first, _, rest = read_regular(path).partition(b"\n")
+    if not first.startswith((PACKED_START, SEARCH_START)):
         raise ValueError("expected a comparison that wellcond pack wrote, found something else")
     stored = json.loads(first)
     if stored["schema"] != SCHEMA:
@@ -518,13 +546,11 @@ def _read_lines(path: Path, content: bytes) -> Comparison:
     if find_change(stored) or not matches(stored["lines"], rest, complete=True):
         raise ValueError("was changed after it was written: its checksums do not match")
     stored, lines = without_controls(stored), [without_controls(json.loads(line)) for line in rest.splitlines()]
-    by_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("search", "tuning", "run")}
-    runs = [packed_run(path, merge(stored["shared"], line)) for line in by_kind["run"]]
-    home = path.parent / path.name.removesuffix(".jsonl")
-    search = by_kind["search"][0] if by_kind["search"] else None
-    for method in search["methods"] if search else ():
-        method["points"] = [line for line in by_kind["tuning"] if line["method"] == method["label"]]
-    return _assemble(home, path, runs, stored, search)
+    kinds = ("search", "tuning", "tuning-run", "run")
+    by_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in kinds}
+    for kind in kinds[2:]:
+        by_kind[kind] = [merge(stored["shared"], line) for line in by_kind[kind]]
+    return stored, by_kind
 
 
 def packed_run(path: Path, record: dict[str, Any]) -> Run:

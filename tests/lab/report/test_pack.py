@@ -17,11 +17,14 @@ from lab.report.fake_runs import (
     write_run,
     write_with_samples,
 )
-from wellcond.errors import RunRecordError
-from wellcond.lab.records import Run, load_comparisons, log_mark, merge, seal
+from lab.small import SETTINGS
+from wellcond import lab
+from wellcond.errors import RunError, RunRecordError
+from wellcond.lab.comparison import Watch
+from wellcond.lab.records import RUN, Run, load_comparisons, log_mark, merge, read_record, seal
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
-from wellcond.lab.report.pack import MOST_POINTS, hashlib, pack, pack_steps, share
+from wellcond.lab.report.pack import MOST_POINTS, hashlib, pack, pack_steps, share, unpack
 from wellcond.lab.report.page import gather, render_markdown
 from wellcond.lab.report.tuning import find_tuning
 
@@ -141,10 +144,7 @@ def test_records_that_cannot_be_are_refused(packed, change):
 
 
 def test_what_cannot_be_packed(tmp_path):
-    folder = write_comparison(tmp_path / "full", usual_methods())  # one of them is running
-    with pytest.raises(RunRecordError, match="is of a run that is running"):
-        pack(folder, tmp_path / "packed")
-    folder = write_comparison(tmp_path / "whole", complete(usual_methods()))
+    folder = write_comparison(tmp_path / "full", usual_methods())
     for wrong in (folder, folder / "deeper", tmp_path):
         with pytest.raises(RunRecordError, match="Give another folder"):
             pack(folder, wrong)
@@ -206,4 +206,99 @@ def test_the_search_is_in_the_same_file_and_its_runs_in_no_comparison(tmp_path):
     assert page(path) == page(full) and "0.003" in page(path)
     assert find_tuning(load_comparisons(path)[0]) == find_tuning(comparison) is not None
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
-    assert kinds == ["comparison", "search", "tuning", "tuning", "run", "run"]
+    assert kinds == ["comparison", "search", "tuning", "tuning", "tuning-run", "tuning-run", "run", "run"]
+
+
+# A comparison that goes on from its packed file, where its run folders are gone.
+
+OF_TIME = ("seconds", "sessions", "peak_memory_bytes", "samples_per_second", "seconds_per_step", "checksum", "lines")
+
+
+TRIAL = "tuning/gaussian/optimizer.lr-0.003/seed1000"
+
+
+def compare(folder, *settings):
+    short = ["training.length={steps: 4}", "evaluation.every={steps: 2}"]
+    unmeasured = "tracking={weights_every: null, jacobian_points: 0}"
+    tune = {"optimizer.lr": [1e-3, 3e-3]}
+    return lab.compare(
+        "digits", methods="default,gaussian", seeds=2, tune=tune, tuning_seeds=1, tune_growth=1, folder=folder,
+        settings=[*SETTINGS[:3], *short, unmeasured, *settings], cpu=True, at_once=1, watch=Watch(quiet=True),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A comparison that ran to its end without a break, and its table."""
+    folder = tmp_path_factory.mktemp("whole") / "one"
+    return folder, compare(folder).table()
+
+
+def rows(path):
+    def without_times(value):
+        if not isinstance(value, dict):
+            return value
+        return {key: without_times(inner) for key, inner in value.items() if key not in OF_TIME}
+
+    return [without_times(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def broken_off(whole, home, *lost):
+    """What is packed of a copy of a comparison without some of its runs, and without the record of its search."""
+    shutil.copytree(whole, home / "one")
+    (home / "one" / "tuning.json").unlink()
+    for folder in lost:
+        shutil.rmtree(home / "one" / folder)
+    begun = home / "one" / lost[0] / "run.json"  # one was running when it broke off
+    begun.parent.mkdir(parents=True)
+    begun.write_text(json.dumps(seal(read_record(whole / lost[0] / "run.json", RUN) | {"status": "running"})))
+    [(path, left_out)] = pack(home, home.with_suffix(".packed")).items()
+    assert left_out == 1
+    return path
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [("default/seed1", "gaussian/seed0", "gaussian/seed1"), (TRIAL, "default", "gaussian")],
+    ids=["in the test", "in the search"],
+)
+def test_a_comparison_goes_on_from_its_packed_file(tmp_path, whole, lost):
+    folder, table = whole
+    packed = broken_off(folder, tmp_path / "half", *lost)
+    assert unpack(packed, tmp_path / "later" / "one") == len(packed.read_text().splitlines()) - 1
+    result = compare(tmp_path / "later" / "one")
+    trained = [path.parent for path in (tmp_path / "later" / "one").rglob("steps.jsonl")]
+    assert 0 < len(trained) < 6 and len(list((tmp_path / "later").rglob("run.json"))) == 10
+    pandas.testing.assert_frame_equal(result.table(), table, check_exact=True)
+    [whole_again] = pack(tmp_path / "later", tmp_path / "packed" / "later")
+    [at_once] = pack(folder.parent, tmp_path / "packed" / "whole")
+    assert rows(whole_again) == rows(at_once)
+    assert page(whole_again).count("finished") == page(at_once).count("finished") > 0
+
+
+def test_other_settings_and_folders_in_use_are_refused(tmp_path, whole):
+    [packed] = pack(whole[0].parent, tmp_path / "packed")
+    unpack(packed, tmp_path / "runs")
+    with pytest.raises(RunError, match="optimizer.weight_decay"):
+        compare(tmp_path / "runs", "optimizer.weight_decay=0.3")
+    with pytest.raises(RunRecordError, match="not empty") as caught:
+        unpack(packed, tmp_path / "runs")
+    assert caught.value.path == tmp_path / "runs"
+
+
+@pytest.mark.parametrize("outside", ["../../elsewhere", "/tmp/elsewhere"])
+def test_a_row_cannot_name_a_folder_outside(tmp_path, whole, outside):
+    [packed] = pack(whole[0].parent, tmp_path / "packed")
+    rewrite(packed, lambda first, lines: [line.update(folder=outside) for line in lines if "folder" in line])
+    with pytest.raises(RunRecordError, match="leads out of"):
+        unpack(packed, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists() and [path.name for path in tmp_path.iterdir()] == ["packed"]
+
+
+def test_runs_of_a_search_alone_are_no_comparison_yet(tmp_path, whole):
+    packed = broken_off(whole[0], tmp_path / "half", TRIAL, "default", "gaussian")
+    shutil.copyfile(packed, tmp_path / "copy.jsonl")
+    assert load_comparisons(tmp_path / "half.packed", needed=False) == []
+    with pytest.raises(RunRecordError) as caught:
+        load_comparisons(tmp_path / "copy.jsonl")
+    assert caught.value.path == tmp_path / "copy.jsonl"

@@ -3,6 +3,9 @@
 What a table prints is kept: scores in full, and the first and the last measurement of every head. Curves have as many
 digits and points as a plot shows: 60 training steps, and between the first and the last measurement one mean over the
 weights and attention maps of all heads; the Jacobian of each head stays. `wellcond.lab.records` reads it.
+
+Runs of the search before a comparison are kept without curves. A comparison that is not complete is packed as far as it
+is, and `unpack` makes run folders of the file, in which `wellcond compare` goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,13 +24,18 @@ from wellcond.errors import RunRecordError
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.records import (
     ARITHMETIC,
+    CHECKSUM,
+    COMPARISON,
+    COMPLETE,
     JACOBIAN,
     KAPPAS,
     LARGEST,
     MEASURED,
     ROLES,
+    RUN,
     SCHEMA,
     SMALLEST,
+    TUNING,
     Comparison,
     Keys,
     Rows,
@@ -36,16 +45,25 @@ from wellcond.lab.records import (
     load_comparisons,
     log_mark,
     packed_path,
+    packed_run,
+    read_json,
+    read_lines,
     read_packed,
+    read_run,
+    read_search,
+    reading_packed,
     seal,
 )
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.page import gather
 from wellcond.lab.report.statistics import summarise_logs
 from wellcond.lab.report.table import finite_mean, number, table_markdown
+from wellcond.lab.report.tuning import TunedPoint
 
-OWN = ("kind", "method", "seed", "status", "test", "final", "best", "samples", "fine_tuned")
+OWN = ("kind", "folder", "method", "seed", "status", "test", "final", "best", "samples", "fine_tuned")
 """Keys of a line of a run that are never shared: what it is and what came out."""
+FIRST = ("schema", "kind", "shared", "lines")
+"""Keys of the first line of a file that no record of a comparison has, or has otherwise."""
 LEFT_OUT = ("schema", "kind", "slug", "config_hash", "logs", "samples")
 """Keys of the record of a run folder that follow from others, or are about the folder."""
 IN_CURVES = ("epoch", "train_loss", "seconds")
@@ -54,56 +72,78 @@ MOST_POINTS = 60
 CURVES = ("loss", *(f"grad_norm_{role}" for role in ROLES))
 
 
-def pack(folder: Path, output: Path) -> list[Path]:
+def pack(folder: Path, output: Path) -> dict[Path, int]:
     """Write every comparison below a folder as one file: the one in FOLDER/a/b as OUTPUT/a/b.jsonl.
 
     Each is first written elsewhere and read again, and replaces what was there only if all tables keep their bytes.
+
+    Returns: the files, and how many runs each is without because they had begun and are not complete.
     """
     folder, output = Path(folder).resolve(), Path(output)
     if output.resolve().is_relative_to(folder) or folder.is_relative_to(output.resolve()):
         raise RunRecordError(output, f"is {folder}, or in it, or above it", "Give another folder to write to.")
-    found = load_comparisons(folder)
-    for run in [run for comparison in found for run in comparison.runs]:
-        if run.curves is not None:
-            raise RunRecordError(run.file, "is packed already", "Give the folder of the full runs.")
-        if run.outcome == "partial":
-            raise RunRecordError(run.file, f"is of a run that is {run.status}", "Finish it, or delete its folder.")
-    places = [output / comparison.folder.relative_to(folder) for comparison in found]
-    places = [packed_path(place) for place in places]
-    for place in places:  # before anything is written
-        check_stays_inside(output if output in place.parents else output.parent, [place])
-    return [_write(comparison, place) for comparison, place in zip(found, places, strict=True)]
+    found = {comparison.folder: comparison for comparison in load_comparisons(folder, needed=False)}
+    for path in folder.rglob("comparison.json"):  # of which no run has begun, but perhaps its search
+        found.setdefault(path.parent, _before_its_runs(path.parent))
+    files: dict[Path, bytes] = {}
+    left_out: dict[Path, int] = {}
+    for home, comparison in sorted(found.items()):
+        for run in comparison.runs:
+            if run.file.name != "run.json":
+                raise RunRecordError(run.file, "is packed already", "Give the folder of the full runs.")
+        trials = [read_run(path) for path in sorted((home / "tuning").glob("*/*/seed*/run.json"))]
+        whole = replace(comparison, runs=tuple(run for run in comparison.runs if run.outcome != "partial"))
+        complete = [run for run in trials if run.status in COMPLETE]
+        if whole.runs or complete:
+            place = packed_path(output / home.relative_to(folder))
+            check_stays_inside(output if output in place.parents else output.parent, [place])
+            files[place] = packed_lines(whole, complete)
+            left_out[place] = len(comparison.runs) - len(whole.runs) + len(trials) - len(complete)
+            if whole.runs:
+                _check_tables(whole, place.name, files[place])
+    if not files:
+        raise RunRecordError(folder, "holds no run that is complete", "Make some: wellcond compare.")
+    for place, content in files.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, content)
+    return left_out
 
 
-def _write(comparison: Comparison, place: Path) -> Path:
-    content = packed_lines(comparison)
+def _before_its_runs(home: Path) -> Comparison:
+    stored = read_json(home / "comparison.json", COMPARISON)
+    return Comparison(home, "", "", "", "", "", (), (), stored=stored, search=read_search(home))
+
+
+def _check_tables(comparison: Comparison, name: str, content: bytes) -> None:
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary) / place.name
+        copy = Path(temporary) / name
         copy.write_bytes(content)
         before, after = (gather(analyse(some), figures=False) for some in (comparison, read_packed(copy)))
     pairs = zip(before.tables, after.tables, strict=True)
     if changed := [old.name for old, new in pairs if table_markdown(old) != table_markdown(new)]:
         problem = f"packed, these tables would change: {', '.join(changed)}"
         raise RunRecordError(comparison.folder, problem, "This is a bug in wellcond.")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(place, content)
-    return place
 
 
-def packed_lines(comparison: Comparison) -> bytes:
+def packed_lines(comparison: Comparison, trials: Sequence[Run] = ()) -> bytes:
     """The file of a comparison: itself, its search, the runs of that, and its own runs by method and seed."""
     shown: dict[str, Run] = {}  # samples of other runs are shown nowhere
     for run in comparison.runs:
         if run.finished and run.record.get("samples"):
             shown.setdefault(run.method, run)
     runs = [run for method in comparison.methods for run in comparison.of(method)]
-    shared, rests = share([_whole(run, with_samples=run is shown.get(run.method)) for run in runs])
+    searched = [
+        {"kind": "tuning-run", "folder": run.folder.relative_to(comparison.folder).as_posix(), **_kept(run.record)}
+        for run in trials
+    ]
+    own = [_whole(run, with_samples=run is shown.get(run.method)) for run in runs]
+    shared, rests = share([*searched, *own])
     lines = [*_search_lines(comparison), *rests]
     rest = "".join(f"{to_json(line, compact=True)}\n" for line in lines).encode()
     # Runs of `train` have no record of a comparison; all but its name follows from them.
     stored = {"name": comparison.name} if comparison.stored is None else dict(comparison.stored)
-    stored = {key: value for key, value in stored.items() if key not in ("schema", "kind", "settings_hash")}
-    first = {"kind": "comparison", "schema": SCHEMA, **stored, "shared": shared}
+    stored = {key: value for key, value in stored.items() if key not in FIRST}
+    first = {"kind": "comparison" if own else "search only", "schema": SCHEMA, **stored, "shared": shared}
     first["lines"] = log_mark(len(rest), hashlib.sha256(rest))
     return to_json(seal(first)).encode() + b"\n" + rest
 
@@ -112,8 +152,8 @@ def _search_lines(comparison: Comparison) -> list[dict[str, Any]]:
     """The search before a comparison, and a line for each value that it tried; no score where a run diverged."""
     if comparison.search is None:
         return []
-    kept = {key: value for key, value in comparison.search.items() if key not in ("schema", "kind", "settings_hash")}
-    methods = [{key: row[key] for key in ("label", "canonical", "at_edge") if key in row} for row in kept["methods"]]
+    kept = {key: value for key, value in comparison.search.items() if key not in FIRST}
+    methods = [{key: value for key, value in row.items() if key != "points"} for row in kept["methods"]]
     points = [
         {"kind": "tuning", "method": row["label"], "values": point["values"], "scores": point["scores"]}
         for row in kept["methods"]
@@ -122,19 +162,69 @@ def _search_lines(comparison: Comparison) -> list[dict[str, Any]]:
     return [{"kind": "search", **kept, "methods": methods}, *points]
 
 
+def unpack(file: Path, folder: Path) -> int:
+    """Write the complete runs of a packed comparison as run folders, below a folder that is new or empty.
+
+    `wellcond compare` with this folder and the same settings repeats none of them. Logs and checkpoints are not there:
+    a run has its curves in `run.json`.
+
+    Returns: how many runs there are, those of the search included.
+    """
+    file, folder = Path(file), Path(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise RunRecordError(folder, "is not empty", "Give a new folder; runs that are there may go on as they are.")
+    records: dict[Path, Any] = {}
+    with reading_packed(file):
+        stored, by_kind = read_lines(file)
+        if "methods" not in stored:
+            raise ValueError("expected a comparison, found runs of wellcond train, which each go on by themselves")
+        records[Path("comparison.json")] = {**stored, "kind": COMPARISON}
+        for search in by_kind["search"]:
+            for row in search["methods"]:
+                points = [line for line in by_kind["tuning"] if line["method"] == row["label"]]
+                row["points"] = [TunedPoint.of(line).describe() for line in points]
+            records[Path("tuning.json")] = {**search, "kind": TUNING, "schema": SCHEMA}
+        records |= _unpacked_runs(file, stored, by_kind)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+        made = Path(temporary) / "runs"
+        for place, record in records.items():
+            check_stays_inside(made, [made / place])
+            (made / place).parent.mkdir(parents=True, exist_ok=True)
+            left = (CHECKSUM, "shared", "lines") if len(place.parts) == 1 else (CHECKSUM, "folder")
+            kept = {key: value for key, value in record.items() if key not in left}
+            write_atomically(made / place, to_json(seal(kept), indent=1) + "\n")
+        if folder.exists():
+            folder.rmdir()
+        made.rename(folder)
+    return sum(place.name == "run.json" for place in records)
+
+
+def _unpacked_runs(file: Path, stored: Mapping[str, Any], by_kind: Mapping[str, Rows]) -> Iterator[tuple[Path, Any]]:
+    slugs = {method["label"]: method["slug"] for method in stored["methods"]}
+    for line in [*by_kind["tuning-run"], *by_kind["run"]]:
+        run = packed_run(file, line)
+        if run.status in COMPLETE:
+            place = Path(line.get("folder") or f"{slugs[run.method]}/seed{run.seed}")
+            yield place / "run.json", run.record | {"kind": RUN, "schema": SCHEMA, "curves": run.curves}
+
+
 def _whole(run: Run, *, with_samples: bool) -> dict[str, Any]:
     """A record with its rows as columns."""
     kept = {"kind": "run", **_kept(run.record)}
-    if tuned := run.fine_tuned():
+    if run.curves is None and (tuned := run.fine_tuned()):
         kept["fine_tuned"] = {f"{one.folder.parent.name}/seed-0": _kept(one.record) for one in tuned}
     if with_samples:
         kept["samples"] = run.record["samples"]
-    curves = {
-        "steps": pack_steps(run.steps),
-        "evaluations": pack_evaluations(run.evaluations, run.metric.name),
-        "conditioning": pack_heads(run.conditioning),
-    }
-    kept["curves"] = {name: columns for name, columns in curves.items() if columns}
+    curves = run.curves
+    if curves is None:
+        columns = {
+            "steps": pack_steps(run.steps),
+            "evaluations": pack_evaluations(run.evaluations, run.metric.name),
+            "conditioning": pack_heads(run.conditioning),
+        }
+        curves = {name: values for name, values in columns.items() if values}
+    kept["curves"] = curves
     return kept
 
 
@@ -166,7 +256,7 @@ def share(runs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str
 
 def _place(key: str) -> int:
     """Where a key stands in a line: first what a run is and what came out, last what is long."""
-    order = (*OWN[:7], "config", None, "samples", "fine_tuned", "curves")
+    order = (*OWN[:8], "config", None, "samples", "fine_tuned", "curves")
     return order.index(key) if key in order else order.index(None)
 
 

@@ -108,6 +108,7 @@ def complete_record(job: Job) -> dict[str, Any] | None:
     if config_hash(record["config"]) != config_hash(job.config):
         other = f"other settings{describe_change(record['config'], job.config)}"
         raise RunError(f"{job.folder} holds a run under {other}. Give another folder, or delete this one")
+    record.pop("curves", None)  # of a run that was packed and unpacked
     return record if record["status"] in COMPLETE else None
 
 
