@@ -58,6 +58,7 @@ examples: $(STAMP)  ## Run the five scripts of examples/, each under a minute on
 
 bench: $(STAMP)  ## Times of training steps, initialisation and Jacobians, each against its baselines in one run
 	$(BIN)/python benchmarks/acting.py
+	$(BIN)/python benchmarks/corrections.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/init_methods.py
 	$(BIN)/python benchmarks/language.py

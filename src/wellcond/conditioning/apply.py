@@ -26,6 +26,7 @@ from wellcond.attention.sharding import (
     any_rank,
     find_ddp,
     from_local,
+    fsdp_modules,
     full_tensor,
     is_distributed,
     is_sharded,
@@ -225,7 +226,8 @@ def fold_(model: nn.Module) -> nn.Module:
     Returns: the same model.
 
     Raises:
-        ConditioningError: the model is not conditioned, or is a part of a conditioned one.
+        ConditioningError: the model is not conditioned, or is a part of a conditioned one; FSDP2 manages learned
+            parameters of the correction.
         WeightError: an effective weight is not finite; nothing was changed.
 
     Example:
@@ -276,6 +278,8 @@ def _fold_(model: nn.Module, *, for_now: bool = False) -> Callable[[], None]:
             for _, root, settings in roots_in(model)
         ]
         attached = _attached(model, rollback)
+        if not for_now:
+            _check_fsdp_lets_go(model, attached)
         detach(model)
         for part in attached:
             _write_effective_(part, for_now)
@@ -300,6 +304,17 @@ def _fold_(model: nn.Module, *, for_now: bool = False) -> Callable[[], None]:
             raise
 
     return restore
+
+
+def _check_fsdp_lets_go(model: nn.Module, attached: list[_Attached]) -> None:
+    """FSDP2 puts every parameter that it manages back in each forward pass, also one that was removed."""
+    learned = [name for part in attached for name, value in part.state.items() if isinstance(value, nn.Parameter)]
+    if learned and fsdp_modules(model):
+        raise ConditioningError(
+            f"FSDP2 manages {learned[0]}, which the correction learned, and would put it back: expected a model that "
+            "is not sharded. Save the effective weights inside `with wellcond.folded(model):` and load them into a "
+            "plain model"
+        )
 
 
 @torch.no_grad()

@@ -66,6 +66,8 @@ class Frame:
 
     forward: ScopedForward
     computed: dict[tuple[nn.Module, str], tuple[Tensor, int | None, Tensor]] = field(default_factory=dict)
+    entered: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Weights whose correction has prepared for this pass."""
     has_batch: bool = False
 
 
@@ -119,12 +121,20 @@ class ForwardPass:
         assert raw is not None
         correction: Any = corrections_of(module)[name]
         if is_distributed(raw) or not correction.is_batched:
+            self._enter(module, name, raw)
             return correction.effective(module, raw)
         frames = self.frames()
         value = _find(frames, module, name, raw)
         if value is None:
             value = _compute(frames, module, name, raw)
         return straight_through(raw, value)
+
+    def _enter(self, module: nn.Module, name: str, raw: Tensor) -> None:
+        """Let the correction prepare for this pass, once, however often the forward of the module reads the weight."""
+        entered = self.frames()[-1].entered if self.frames() else []
+        if not any(one is module and other == name for one, other in entered):
+            entered.append((module, name))
+            corrections_of(module)[name].before_pass(module, raw)  # type: ignore[attr-defined]
 
 
 def _find(frames: list[Frame], module: nn.Module, name: str, raw: Tensor) -> Tensor | None:
@@ -402,7 +412,10 @@ def corrected_weight(module: nn.Module, name: str) -> Tensor | Proxy:
         return recorded
     raw, correction = module._parameters[name], corrections_of(module).get(name)
     assert raw is not None
-    return raw if correction is None else correction.effective(module, raw)
+    if correction is None:
+        return raw
+    correction.before_pass(module, raw)
+    return correction.effective(module, raw)
 
 
 def recorded_weight(module: nn.Module, name: str) -> Proxy | None:

@@ -147,6 +147,9 @@ class StoredCorrection(ABC):
         kept = {**module._buffers, **module._parameters} if self.state_names else {}
         return {name: kept[name] for name in self.state_names}  # type: ignore[misc]
 
+    def before_pass(self, module: nn.Module, raw: Tensor) -> None:  # noqa: B027
+        """Called where a forward pass reads the weight, and only there: what is kept beside it may change."""
+
     def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
         """The weight that a forward pass uses, with its gradient; distributed as `raw` is."""
         return self.apply(raw, self.state_of(module))

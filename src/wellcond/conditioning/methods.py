@@ -57,6 +57,8 @@ class Correction:
     """`(model, sites, projections, num_tokens)` to texts of warnings, before anything is changed; it may raise."""
     build: Callable[[Parts], StoredCorrection] | None = None
     """Instead of `correct`: a correction in closed form, such as that of ``identity``."""
+    stored_as: type[FollowingCorrection] = FollowingCorrection
+    """What applies `correct` to a stored weight: a class of its own where more than parameters is kept beside it."""
     name: str = ""
     """Filled in by the registry."""
     key: str = field(init=False)
@@ -78,7 +80,7 @@ class Correction:
         """The correction of one stored weight."""
         if self.build is not None:
             return self.build(parts)
-        following = FollowingCorrection(self, weight_name, [slot for _role, slot in parts])
+        following = self.stored_as(self, weight_name, [slot for _role, slot in parts])
         return FrozenCorrection(following) if self.frozen else following
 
 
