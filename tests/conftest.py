@@ -16,7 +16,7 @@ import torch
 torch.set_num_threads(1)
 # The same examples every time, however slow the machine; --hypothesis-profile=default looks for others.
 REPEATABLE = {"derandomize": True, "deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("repeatable", max_examples=60, **REPEATABLE)
+hypothesis.settings.register_profile("repeatable", max_examples=25, **REPEATABLE)
 hypothesis.settings.register_profile("thorough", max_examples=500, **REPEATABLE)  # of make test-slow
 hypothesis.settings.load_profile("repeatable")
 

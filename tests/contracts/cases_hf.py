@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers as tf
@@ -32,16 +32,25 @@ class Case:
     """Query heads, key/value heads, head width."""
     in_float32: bool = False
     """Its forward rounds queries, keys or logits to float32, whatever the dtype of the model."""
+    # What `harness.Seen` asks of a family of timm.
+    token_dims: ClassVar[int] = 1
+    reader: ClassVar[None] = None
+    regroup: ClassVar[None] = None
+
+    def run(self, model: nn.Module) -> Any:
+        return model(**self.inputs())
+
+    def chosen(self, sites: list[Any]) -> list[Any]:
+        return [next(site for site in sites if part in site.name) for part in self.sites]
 
 
-def tokens() -> dict[str, Any]:
+def tokens(count: int = NUM_TOKENS) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
-    return {"input_ids": torch.randint(5, VOCABULARY, (1, NUM_TOKENS), generator=generator)}
+    return {"input_ids": torch.randint(5, VOCABULARY, (1, count), generator=generator)}
 
 
 def twelve_tokens() -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(3)
-    return {"input_ids": torch.randint(5, VOCABULARY, (1, 12), generator=generator)}
+    return tokens(12)
 
 
 def tokens_and_memory() -> dict[str, Any]:
@@ -109,9 +118,9 @@ ROTARY = facts(causal=True, rotary=True)
 GROUPED = (6, 2, 8)
 
 
-def falcon(**values: Any) -> Callable[[], nn.Module]:
+def falcon(**values: Any) -> dict[str, Any]:
     shared = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
-    return make("Falcon", **shared, **SPECIAL, **values)
+    return {"new_decoder_architecture": False} | shared | SPECIAL | values
 
 
 def t5_config() -> dict[str, Any]:
@@ -156,27 +165,58 @@ def qwen3_next() -> nn.Module:
     return tf.Qwen3NextModel(config)
 
 
+CAUSAL = facts(causal=True)
+BIASED = facts(relative_position_bias=True)
+ALIBI = facts(causal=True, relative_position_bias=True)
+NORMED = facts(causal=True, rotary=True, qk_norm="rms")
+WITHOUT_POSITIONS = {key: value for key, value in BERT.items() if key != "max_position_embeddings"}
+WITHOUT_WIDTH = {key: value for key, value in SQUARE_LLAMA.items() if key != "head_dim"}
+SLIDING_THEN_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
+WAVE = WITHOUT_POSITIONS | {
+    "conv_dim": [8], "conv_kernel": [4], "conv_stride": [4], "num_feat_extract_layers": 1,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+GPT_NEO = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "num_layers": 2, "num_heads": 3, "window_size": 2,
+    "max_position_embeddings": 16, "attention_types": [[["global", "local"], 1]],
+}  # fmt: skip
+OPT = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "word_embed_proj_dim": 24, "ffn_dim": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "max_position_embeddings": 16,
+}  # fmt: skip
+CODEGEN = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 8, "rotary_dim": 4, "n_positions": 32}
+# YaRN multiplies queries and keys by 0.1 log(32) + 1.
+GPT_OSS = ROTARY | {"scale": 8**-0.5 * (0.1 * math.log(32) + 1) ** 2, "modifiers": ("attention sinks",)}
+
+
+def text(name: str, family: str, values: dict[str, Any], sites: dict[str, dict[str, Any]], **options: Any) -> Case:
+    """A model that reads tokens."""
+    return Case(name, make(family, **values), tokens, sites, **options)
+
+
 CASES = [
-    Case("bert", make("Bert", **BERT), tokens, {"layer.0": facts()}),
+    text("bert", "Bert", BERT, {"layer.0": facts()}),
     Case(
         "bert-decoder",
         make("Bert", **BERT, is_decoder=True, add_cross_attention=True),
         tokens_and_memory,
-        {"layer.0.attention": facts(causal=True), "layer.0.crossattention": facts(cross=True)},
+        {"layer.0.attention": CAUSAL, "layer.0.crossattention": facts(cross=True)},
     ),
-    Case("roberta", make("Roberta", **BERT), tokens, {"layer.0": facts()}),
-    Case(
+    text("roberta", "Roberta", BERT, {"layer.0": facts()}),
+    text(
         "distilbert",
-        make("DistilBert", vocab_size=VOCABULARY, dim=24, n_layers=2, n_heads=3, hidden_dim=16),
-        tokens,
+        "DistilBert",
+        {"vocab_size": VOCABULARY, "dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 16},
         {"layer.0": facts()},
     ),
-    Case(
+    text(
         "modernbert",
-        make("ModernBert", **BERT, **SPECIAL, cls_token_id=1, sep_token_id=2),
-        tokens,
+        "ModernBert",
+        BERT | SPECIAL | {"cls_token_id": 1, "sep_token_id": 2},
         {"layers.0": facts(rotary=True), "layers.1": facts(rotary=True)},
-        in_float32=True),
+        in_float32=True,
+    ),
     Case(
         "nystromformer",
         make("Nystromformer", **BERT, num_landmarks=4, segment_means_seq_len=12),
@@ -184,215 +224,96 @@ CASES = [
         {"layer.0": facts(kind="nystrom", modifiers=("value convolution",))},
     ),
     Case("vit", make("ViT", **VIT), image, {"layers.0": facts()}),
-    Case("swin", swin, lambda: image(16), {"blocks.0": facts(relative_position_bias=True)}),
+    Case("swin", swin, lambda: image(16), {"blocks.0": BIASED}),
     Case(
         "clip",
         clip,
         image_and_tokens,
-        {"text_model.encoder.layers.0": facts(causal=True), "vision_model.encoder.layers.0": facts()},
+        {"text_model.encoder.layers.0": CAUSAL, "vision_model.encoder.layers.0": facts()},
     ),
-    Case(
-        "gpt2",
-        make("GPT2", **GPT2),
-        tokens,
-        {"h.0": facts(causal=True), "h.1": facts(causal=True)},
-
-    ),
-    Case(
+    text("gpt2", "GPT2", GPT2, {"h.0": CAUSAL, "h.1": CAUSAL}),
+    text(
         "gpt2-scaled-by-layer",
-        make("GPT2", **GPT2, scale_attn_by_inverse_layer_idx=True),
-        tokens,
-        {"h.0": facts(causal=True), "h.1": facts(causal=True, scale=8**-0.5 / 2)},
-
+        "GPT2",
+        GPT2 | {"scale_attn_by_inverse_layer_idx": True},
+        {"h.0": CAUSAL, "h.1": facts(causal=True, scale=8**-0.5 / 2)},
     ),
-    Case(
-        "gpt2-unscaled",
-        make("GPT2", **GPT2, scale_attn_weights=False),
-        tokens,
-        {"h.0": facts(causal=True, scale=1.0)},
-
-    ),
+    text("gpt2-unscaled", "GPT2", GPT2 | {"scale_attn_weights": False}, {"h.0": facts(causal=True, scale=1.0)}),
     Case(
         "gpt2-cross",
         make("GPT2", **GPT2, add_cross_attention=True),
         tokens_and_memory,
         {"h.0.crossattention": facts(cross=True)},
-
     ),
-    Case(
+    text(
         "gpt-neo",
-        make("GPTNeo", vocab_size=VOCABULARY, hidden_size=24, num_layers=2, num_heads=3,
-            attention_types=[[["global", "local"], 1]], window_size=2, max_position_embeddings=16, **SPECIAL,
-        ),
-        tokens,
+        "GPTNeo",
+        GPT_NEO | SPECIAL,
         {"h.0": facts(causal=True, scale=1.0), "h.1": facts(causal=True, scale=1.0)},
-        in_float32=True),
-    Case(
-        "gpt-neox",
-        make("GPTNeoX", **BERT),
-        tokens,
-        {"layers.0": ROTARY},
-
+        in_float32=True,
     ),
-    Case(
-        "opt",
-        make("OPT", vocab_size=VOCABULARY, hidden_size=24, word_embed_proj_dim=24, ffn_dim=16,
-            num_hidden_layers=2, num_attention_heads=3, max_position_embeddings=16, **SPECIAL,
-        ),
-        tokens,
-        {"layers.0": facts(causal=True)},
-    ),
-    Case(
+    text("gpt-neox", "GPTNeoX", BERT, {"layers.0": ROTARY}),
+    text("opt", "OPT", OPT | SPECIAL, {"layers.0": CAUSAL}),
+    text(
         "bloom",
-        make("Bloom", vocab_size=VOCABULARY, hidden_size=24, n_layer=2, n_head=3),
-        tokens,
-        {"h.0": facts(causal=True, relative_position_bias=True)},
-        in_float32=True),
-    Case(
-        "falcon-new",
-        falcon(new_decoder_architecture=True, num_kv_heads=2),
-        tokens,
-        {"h.0": ROTARY},
-        heads=GROUPED,
-
+        "Bloom",
+        {"vocab_size": VOCABULARY, "hidden_size": 24, "n_layer": 2, "n_head": 3},
+        {"h.0": ALIBI},
+        in_float32=True,
     ),
-    Case(
-        "falcon-multi-query",
-        falcon(multi_query=True, new_decoder_architecture=False),
-        tokens,
-        {"h.0": ROTARY},
-        heads=(6, 1, 8),
-
-    ),
-    Case(
-        "falcon-old-alibi",
-        falcon(multi_query=False, new_decoder_architecture=False, alibi=True),
-        tokens,
-        {"h.0": facts(causal=True, relative_position_bias=True)},
-        heads=(6, 6, 8),
-
-    ),
-    Case("llama", make("Llama", **LLAMA), tokens, {"layers.0": ROTARY}, heads=GROUPED),
-    Case("mistral", make("Mistral", **LLAMA), tokens, {"layers.0": ROTARY}, heads=GROUPED),
-    Case("qwen2", make("Qwen2", **SQUARE_LLAMA), tokens, {"layers.0": ROTARY}, heads=GROUPED),
-    Case(
-        "qwen3",
-        make("Qwen3", **LLAMA),
-        tokens,
-        {"layers.0": facts(causal=True, rotary=True, qk_norm="rms")},
-        heads=GROUPED,
-    ),
-    Case(
-        "qwen3-next",
-        qwen3_next,
-        tokens,
-        {"layers.0": facts(causal=True, rotary=True, qk_norm="rms", modifiers=("gated output",))},
-        heads=GROUPED,
-
-    ),
-    Case(
-        "phi3",
-        make("Phi3", **SQUARE_LLAMA | SPECIAL),
-        tokens,
-        {"layers.0": ROTARY},
-        heads=GROUPED,
-
-    ),
+    text("falcon-new", "Falcon", falcon(new_decoder_architecture=True, num_kv_heads=2), {"h.0": ROTARY}, heads=GROUPED),
+    text("falcon-multi-query", "Falcon", falcon(multi_query=True), {"h.0": ROTARY}, heads=(6, 1, 8)),
+    text("falcon-old-alibi", "Falcon", falcon(multi_query=False, alibi=True), {"h.0": ALIBI}, heads=(6, 6, 8)),
+    text("llama", "Llama", LLAMA, {"layers.0": ROTARY}, heads=GROUPED),
+    text("mistral", "Mistral", LLAMA, {"layers.0": ROTARY}, heads=GROUPED),
+    text("qwen2", "Qwen2", SQUARE_LLAMA, {"layers.0": ROTARY}, heads=GROUPED),
+    text("qwen3", "Qwen3", LLAMA, {"layers.0": NORMED}, heads=GROUPED),
+    Case("qwen3-next", qwen3_next, tokens, {"layers.0": NORMED | {"modifiers": ("gated output",)}}, heads=GROUPED),
+    text("phi3", "Phi3", SQUARE_LLAMA | SPECIAL, {"layers.0": ROTARY}, heads=GROUPED),
     Case("t5", make("T5", **t5_config()), both_tokens, T5_SITES),
     Case("whisper", make("Whisper", **WHISPER), speech, ENCODER_DECODER_SITES),
     Case("bart", make("Bart", **BART), both_tokens, ENCODER_DECODER_SITES),
-    Case(
-        "codegen",
-        make("CodeGen", vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=8, rotary_dim=4,
-            n_positions=32, n_ctx=32,
-        ),
-        tokens,
-        {"h.0": ROTARY},
-        heads=(8, 8, 8),
-        in_float32=True),
-    Case(
-        "gpt-bigcode",
-        make("GPTBigCode", **GPT2),
-        tokens,
-        {"h.0": facts(causal=True)},
-        heads=(3, 1, 8),
-
-    ),
-    Case(
-        "gpt-bigcode-multi-head",
-        make("GPTBigCode", **GPT2, multi_query=False),
-        tokens,
-        {"h.0": facts(causal=True)},
-
-    ),
-    Case(
+    text("codegen", "CodeGen", CODEGEN | {"n_ctx": 32}, {"h.0": ROTARY}, heads=(8, 8, 8), in_float32=True),
+    text("gpt-bigcode", "GPTBigCode", GPT2, {"h.0": CAUSAL}, heads=(3, 1, 8)),
+    text("gpt-bigcode-multi-head", "GPTBigCode", GPT2 | {"multi_query": False}, {"h.0": CAUSAL}),
+    text(
         "mpt",
-        make("Mpt", vocab_size=VOCABULARY, d_model=24, n_heads=3, n_layers=2, max_seq_len=16),
-        tokens,
-        {"blocks.0": facts(causal=True, relative_position_bias=True)},
-        in_float32=True),
-    Case(
-        "gptj",
-        make("GPTJ", **GPT2, rotary_dim=4),
-        tokens,
-        {"h.0": ROTARY}, in_float32=True),
-    Case(
-        "persimmon",
-        make("Persimmon", **BERT, qk_layernorm=False),
-        tokens,
-        {"layers.0": ROTARY},
-
+        "Mpt",
+        {"vocab_size": VOCABULARY, "d_model": 24, "n_heads": 3, "n_layers": 2, "max_seq_len": 16},
+        {"blocks.0": ALIBI},
+        in_float32=True,
     ),
-    Case(
+    text("gptj", "GPTJ", GPT2 | {"rotary_dim": 4}, {"h.0": ROTARY}, in_float32=True),
+    text("persimmon", "Persimmon", BERT | {"qk_layernorm": False}, {"layers.0": ROTARY}),
+    text(
         "gemma2",
-        make("Gemma2", **LLAMA, attn_logit_softcapping=0.05),
-        tokens,
+        "Gemma2",
+        LLAMA | {"attn_logit_softcapping": 0.05},
         {"layers.0": facts(causal=True, rotary=True, scale=None, modifiers=("logit softcap",))},
-        heads=GROUPED, in_float32=True),
-    Case(
-        "cohere2",
-        make("Cohere2", **{k: v for k, v in SQUARE_LLAMA.items() if k != "head_dim"},
-            layer_types=["sliding_attention", "full_attention"], sliding_window=4,
-        ),
-        tokens,
-        {"layers.0": ROTARY, "layers.1": facts(causal=True)},
-        heads=GROUPED, in_float32=True),
-    Case(
-        "gpt-oss",
-        make("GptOss", **LLAMA, num_local_experts=2, num_experts_per_tok=1, experts_implementation="eager"),
-        tokens,
-        # YaRN multiplies queries and keys by 0.1 log(32) + 1.
-        {"layers.0": ROTARY | {"scale": 8**-0.5 * (0.1 * math.log(32) + 1) ** 2,
-                               "modifiers": ("attention sinks",)}},
-        heads=GROUPED, in_float32=True),
-    Case("esm", make("Esm", **BERT, **SPECIAL, position_embedding_type="rotary", mask_token_id=3),
-         tokens, {"layer.0": facts(rotary=True)}, in_float32=True),
-    Case(
-        "olmo2",
-        make("Olmo2", **{k: v for k, v in SQUARE_LLAMA.items() if k != "head_dim"}),
-        tokens,
-        {"layers.0": facts(causal=True, rotary=True, qk_norm="rms")},
         heads=GROUPED,
+        in_float32=True,
     ),
-    Case(
-        "openai-gpt",
-        make("OpenAIGPT", **GPT2),
-        tokens,
-        {"h.0": facts(causal=True)},
-
+    text(
+        "cohere2",
+        "Cohere2",
+        WITHOUT_WIDTH | SLIDING_THEN_FULL | {"sliding_window": 4},
+        {"layers.0": ROTARY, "layers.1": CAUSAL},
+        heads=GROUPED,
+        in_float32=True,
     ),
-    Case(
-        "imagegpt",
-        make("ImageGPT", **GPT2),
-        tokens,
-        {"h.0": facts(causal=True)},
-
+    text("gpt-oss", "GptOss", LLAMA | EXPERTS, {"layers.0": GPT_OSS}, heads=GROUPED, in_float32=True),
+    text(
+        "esm",
+        "Esm",
+        BERT | SPECIAL | {"position_embedding_type": "rotary", "mask_token_id": 3},
+        {"layer.0": facts(rotary=True)},
+        in_float32=True,
     ),
-    Case("beit", make("Beit", **VIT, use_relative_position_bias=True), image,
-         {"layer": facts(relative_position_bias=True)}),
+    text("olmo2", "Olmo2", WITHOUT_WIDTH, {"layers.0": NORMED}, heads=GROUPED),
+    text("openai-gpt", "OpenAIGPT", GPT2, {"h.0": CAUSAL}),
+    text("imagegpt", "ImageGPT", GPT2, {"h.0": CAUSAL}),
+    Case("beit", make("Beit", **VIT, use_relative_position_bias=True), image, {"layer": BIASED}),
     Case("siglip-vision", make("SiglipVision", **VIT), image, {"layers.0": facts()}),
-    Case("wav2vec2", make("Wav2Vec2", **{k: v for k, v in BERT.items() if k != "max_position_embeddings"},
-                          conv_dim=[8], conv_kernel=[4], conv_stride=[4], num_feat_extract_layers=1,
-                          num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2), waveform, {"layers.0": facts()}),
-    Case("albert", make("Albert", **BERT, embedding_size=12), tokens, {"albert_layers": facts()}),
-]  # fmt: skip
+    Case("wav2vec2", make("Wav2Vec2", **WAVE), waveform, {"layers.0": facts()}),
+    text("albert", "Albert", BERT | {"embedding_size": 12}, {"albert_layers": facts()}),
+]

@@ -31,6 +31,8 @@ from timm.models import (
 )
 from torch import Tensor, nn
 
+from contracts.harness import Call
+
 USUAL = {
     "kind": "softmax",
     "causal": False,
@@ -50,14 +52,6 @@ def image(size: int = 32, channels: int = 3) -> Tensor:
 
 def tokens(num: int, dim: int) -> Tensor:
     return torch.randn(1, num, dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class Call:
-    """How an attention module was called inside its model."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -83,6 +77,12 @@ class Case:
     memory: Callable[[Any, Tensor], Tensor] | None = None
     reader: Callable[[Any], nn.Module] | None = None
     refused: tuple[str, ...] = ()
+
+    def run(self, model: nn.Module) -> Any:
+        return model(self.input())
+
+    def chosen(self, sites: list[Any]) -> list[Any]:
+        return sites
 
 
 def model(name: str, **options: Any) -> Callable[[], nn.Module]:

@@ -20,52 +20,19 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 
 import wellcond as wc
 
-SHALLOW = {"depth": 2}  # of models that are large
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "beit": ("beit_base_patch16_224", SHALLOW),
-    "byoanet": ("halonet_h1", {}),
-    "cait": ("cait_xxs24_224", SHALLOW),
-    "convit": ("convit_tiny", {}),
-    "cpubone": ("cpubone_nano", {}),
-    "crossvit": ("crossvit_tiny_240", {}),
-    "csatv2": ("csatv2", {}),
-    "davit": ("davit_tiny", {}),
-    "deepseek_vit": ("deepseek_vit_412m", SHALLOW),
-    "deit": ("deit_tiny_patch16_224", SHALLOW),
-    "edgenext": ("edgenext_xx_small", {}),
-    "efficientformer": ("efficientformer_l1", {}),
-    "eva": ("vit_tiny_patch16_dinov3_qkvb", SHALLOW),
-    "eva02": ("eva02_tiny_patch14_224", SHALLOW),
-    "fastvit": ("fastvit_mci0", {}),
-    "gcvit": ("gcvit_xxtiny", {}),
-    "hiera": ("hiera_tiny_224", {}),
-    "hieradet_sam2": ("sam2_hiera_tiny", {}),
-    "lowformer": ("lowformer_b0", {}),
-    "maxxvit": ("test_coatnet", {}),
-    "metaformer": ("caformer_s18", {}),
-    "mobilenetv5": ("mobilenetv5_base", {}),
-    "mobilevit": ("mobilevit_xxs", {}),
-    "naflexvit": ("naflexvit_base_patch16_parfac_gap", SHALLOW),
-    "nest": ("nest_tiny", {}),
-    "nextvit": ("nextvit_small", {}),
-    "pit": ("pit_ti_224", {}),
-    "pvt_v2": ("pvt_v2_b0", {}),
-    "qwen3_vit": ("qwen3_vit_88m", SHALLOW),
-    "swin_transformer": ("swin_tiny_patch4_window7_224", {}),
-    "swin_transformer_v2": ("swinv2_tiny_window8_256", {}),
-    "swin_transformer_v2_cr": ("swinv2_cr_tiny_224", {}),
-    "tiny_vit": ("tiny_vit_5m_224", {}),
-    "tnt": ("tnt_s_legacy_patch16_224", SHALLOW),
-    "twins": ("twins_svt_small", {}),
-    "visformer": ("visformer_tiny", {}),
-    "vision_transformer": ("test_vit", {}),
-    "vision_transformer_hybrid": ("vit_tiny_r_s16_p8_224", SHALLOW),
-    "vision_transformer_relpos": ("test_vit_relpos", {}),
-    "vision_transformer_sam": ("samvit_base_patch16_224", SHALLOW),
-    "vitamin": ("vitamin_small_224", {}),
-    "volo": ("volo_d1_224", {}),
-    "xcit": ("xcit_nano_12_p8_224", SHALLOW),
-}
+DEEP = """
+    beit_base_patch16_224 cait_xxs24_224 deepseek_vit_412m deit_tiny_patch16_224 vit_tiny_patch16_dinov3_qkvb
+    eva02_tiny_patch14_224 naflexvit_base_patch16_parfac_gap qwen3_vit_88m tnt_s_legacy_patch16_224
+    vit_tiny_r_s16_p8_224 samvit_base_patch16_224 xcit_nano_12_p8_224
+""".split()
+MODELS = """
+    halonet_h1 convit_tiny cpubone_nano crossvit_tiny_240 csatv2 davit_tiny edgenext_xx_small efficientformer_l1
+    fastvit_mci0 gcvit_xxtiny hiera_tiny_224 sam2_hiera_tiny lowformer_b0 test_coatnet caformer_s18 mobilenetv5_base
+    mobilevit_xxs nest_tiny nextvit_small pit_ti_224 pvt_v2_b0 swin_tiny_patch4_window7_224 swinv2_tiny_window8_256
+    swinv2_cr_tiny_224 tiny_vit_5m_224 twins_svt_small visformer_tiny test_vit test_vit_relpos vitamin_small_224
+    volo_d1_224
+""".split()
+"""The smallest of every architecture file; those in `DEEP` are large, so that two blocks of them are built."""
 SMALL_IMAGE = 128
 TRACER = {
     "leaf_modules": get_notrace_modules(),
@@ -89,9 +56,9 @@ def folded(model: nn.Module) -> nn.Module:
 Prepare = Callable[[nn.Module], nn.Module]
 
 
-def create(family: str, prepare: Prepare, **arguments: Any) -> nn.Module:
+def create(name: str, prepare: Prepare, **arguments: Any) -> nn.Module:
     torch.manual_seed(0)
-    name, sizes = MODELS[family]
+    sizes = {"depth": 2} if name in DEEP else {}
     return prepare(timm.create_model(name, **sizes, **arguments))
 
 
@@ -113,8 +80,8 @@ def assert_all_have_gradients(model: nn.Module, names: set[str]) -> None:
     assert not missing, f"{len(missing)} parameters without gradient: {missing[:4]}"
 
 
-def forward(family: str, prepare: Prepare) -> None:
-    model = create(family, prepare).eval()
+def forward(name: str, prepare: Prepare) -> None:
+    model = create(name, prepare).eval()
     x = images(model)
     output = together(model(x))
     assert len(output) == 1 and not output.isnan().any()
@@ -125,17 +92,17 @@ def forward(family: str, prepare: Prepare) -> None:
     torch.testing.assert_close(together(model(x)), output, rtol=1e-4, atol=1e-5)
 
 
-def backward(family: str, prepare: Prepare) -> None:
-    model = create(family, prepare, num_classes=42).train()
+def backward(name: str, prepare: Prepare) -> None:
+    model = create(name, prepare, num_classes=42).train()
     output = together(model(images(model, 2)))
     output.mean().backward()
     assert_all_have_gradients(model, {name for name, _ in model.named_parameters()})
     assert output.shape[-1] == 42 and not output.isnan().any()
 
 
-def features(family: str, prepare: Prepare) -> None:
-    layers = {"out_indices": (0, 1)} if MODELS[family][1] is SHALLOW else {}
-    model = create(family, prepare, features_only=True, **layers).eval()
+def features(name: str, prepare: Prepare) -> None:
+    layers = {"out_indices": (0, 1)} if name in DEEP else {}
+    model = create(name, prepare, features_only=True, **layers).eval()
     channels = model.feature_info.channels()  # type: ignore[operator, union-attr]
     axis = -1 if getattr(model, "output_fmt", "NCHW") == "NHWC" else 1
     outputs = model(images(model))
@@ -143,8 +110,8 @@ def features(family: str, prepare: Prepare) -> None:
     assert not any(output.isnan().any() for output in outputs)
 
 
-def intermediates(family: str, prepare: Prepare) -> None:
-    model = create(family, prepare).eval()
+def intermediates(name: str, prepare: Prepare) -> None:
+    model = create(name, prepare).eval()
     x = images(model)
     output, parts = model.forward_intermediates(x, output_fmt="NCHW")  # type: ignore[operator]
     expected = model.forward_features(x)  # type: ignore[operator]
@@ -160,8 +127,8 @@ def traced(model: nn.Module) -> nn.Module:
     )
 
 
-def forward_fx(family: str, prepare: Prepare) -> None:
-    model = create(family, prepare).eval()
+def forward_fx(name: str, prepare: Prepare) -> None:
+    model = create(name, prepare).eval()
     x = images(model)
     with torch.inference_mode():
         expected = together(model(x))
@@ -169,8 +136,8 @@ def forward_fx(family: str, prepare: Prepare) -> None:
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
 
 
-def backward_fx(family: str, prepare: Prepare) -> None:
-    model = create(family, prepare, num_classes=42).train()
+def backward_fx(name: str, prepare: Prepare) -> None:
+    model = create(name, prepare, num_classes=42).train()
     names = {name for name, _ in model.named_parameters()}
     x = images(model, 2)
     graph = traced(model)
@@ -185,15 +152,15 @@ QUESTIONS = (forward, backward, features, intermediates, forward_fx, backward_fx
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.__name__)
 @pytest.mark.parametrize("prepare", [conditioned, folded], ids=lambda prepare: prepare.__name__)
-@pytest.mark.parametrize("family", list(MODELS))
-def test_timm_s_own_questions(family: str, prepare: Prepare, question: Callable[[str, Prepare], None]) -> None:
+@pytest.mark.parametrize("name", [*DEEP, *MODELS])
+def test_timm_s_own_questions(name: str, prepare: Prepare, question: Callable[[str, Prepare], None]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            question(family, prepare)
+            question(name, prepare)
         except Exception as ours:
             try:
-                question(family, plain)
+                question(name, plain)
             except Exception as timms:
                 pytest.skip(f"the plain model fails too: {type(timms).__name__}: {str(timms).splitlines()[0][:120]}")
             raise ours

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import wellcond as wc
 from contracts import cases_hf, cases_timm
-from contracts.harness import randomise_
-from contracts.test_timm_attention import Seen, columns
+from contracts.harness import Seen, columns, randomise_
 from models import NanoGPTAttention, XTransformersAttention, stack
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import NotPlainError, WeightError
