@@ -67,7 +67,7 @@ def test_imports_point_downwards():
 
 
 LAB = [
-    {"settings", "seeding", "records", "nystrom", "optimizers"},
+    {"settings", "seeding", "records", "nystrom", "optimizers", "acting"},
     {"data"},  # with tokenizers, which are trained on data
     {"user_code", "models"},
     {"methods", "tasks"},

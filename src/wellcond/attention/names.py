@@ -59,6 +59,8 @@ SCALE = ("scale", "scaling", "softmax_scale")
 
 QK_NORM = ("q_norm", "q_layernorm", "query_layernorm", "q_layer_norm", "qk_norm")
 """A norm of the projected queries; the keys have one of the same kind."""
+QK_GAINS = {"query": "query_gain", "key": "key_gain"}
+"""Gains of a norm that a module which projects applies itself."""
 
 CROSS = tuple(
     """

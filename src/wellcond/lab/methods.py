@@ -2,7 +2,7 @@
 
 In text: ``default``, ``conditioned``, ``identity(lam=10)``, ``conditioned+balanced(target=1.5)``,
 ``conditioned(sites="blocks.*")``, ``tokens(positions=25)+gaussian``. ``conditioned+set(optimizer.lr=3e-3)`` changes
-fields of the recipe for this method.
+fields of the recipe for this method, and so do the words of `wellcond.lab.acting`: ``default+qk_clip(tau=50)``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from wellcond.conditioning.apply import condition_
 from wellcond.conditioning.methods import make_method
 from wellcond.errors import EvidenceWarning, NumericalWarning, RecipeError, WellcondError
 from wellcond.init.apply import check_options, init_, takes_batch
+from wellcond.lab.acting import ACTING, fields_of, only_option
 from wellcond.lab.models.changes import check_factors, scale_tokens_
 from wellcond.lab.settings import Settings, list_problems, plain_numbers, read_yaml
 from wellcond.lab.user_code import METHODS, apply_method, check_method
@@ -215,14 +216,18 @@ EXAMPLES = {"tokens": "positions=25", "set": "optimizer.lr=3e-3"}
 def parse_method(text: str) -> dict[str, Any]:
     """Fields of `MethodSettings` from text; ValueError if that names no method, or two of the same kind."""
     fields: dict[str, Any] = {"label": text.strip()}
+    acting: dict[str, Any] = {}
     for name, options in map(_read_call, split_methods(text, "+")):
+        if name in ACTING:
+            _add_fields(acting, fields_of(name, options), text)
+            continue
         if name in EXAMPLES:
             if name in fields or not options:
                 raise ValueError(f"expected one {name} with values such as {EXAMPLES[name]}, found {text!r}")
             fields[name] = options
             continue
         kind = "condition" if name in CONDITIONS else "init"
-        check_choice("method", name, [*sorted({*INITS, *METHODS}), *sorted(CONDITIONS), *EXAMPLES])
+        check_choice("method", name, [*sorted({*INITS, *METHODS}), *sorted(CONDITIONS), *ACTING, *EXAMPLES])
         if kind in fields:
             raise ValueError(f"{text!r} names two methods of the same kind: {fields[kind]} and {name}")
         if kind == "condition" and "projections" in options:
@@ -232,7 +237,16 @@ def parse_method(text: str) -> dict[str, Any]:
                 raise ValueError(f"{text!r} names two patterns of sites; expected one for both methods")
             del options["sites"]
         fields[kind], fields[f"{kind}_options"] = name, options
+    if acting:
+        _add_fields(acting, fields.get("set", {}), text)
+        fields["set"] = acting
     return fields
+
+
+def _add_fields(known: dict[str, Any], more: dict[str, Any], text: str) -> None:
+    if twice := known.keys() & more.keys():
+        raise ValueError(f"{text!r} sets {min(twice)} twice; expected one value")
+    known.update(more)
 
 
 def parse_methods(text: str) -> tuple[MethodSettings, ...]:
@@ -291,7 +305,9 @@ def _read_call(text: str) -> tuple[str, dict[str, Any]]:
     name, inside = found[1], (found[2] or "").strip()
     options: dict[str, Any] = {}
     for pair in split_methods(inside) if inside else ():
-        key, _, value = (part.strip() for part in pair.partition("="))
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals and (only := only_option(name)) is not None:
+            key, value = only, key
         words = key.split(".") if name == "set" else [key]
         values = read_yaml(f"[{value}]", f"{key} in {text!r}")
         if len(values) != 1 or not all(word.isidentifier() for word in words):

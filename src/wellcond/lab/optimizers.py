@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from wellcond.attention.find import find_attention
 from wellcond.errors import RecipeError, WellcondError
 from wellcond.lab.settings import Fraction, Interval, Settings, choose_by_name
+from wellcond.training.cap import SpectralCap
+from wellcond.training.clip import QKClip
 from wellcond.training.groups import QKRate, parameter_groups
 from wellcond.training.muon import HeadMuon, muon_groups
 
@@ -147,6 +149,20 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, le=1e6)]
 
 
+class ClipSettings(Settings):
+    """`wellcond.QKClip`: a head whose largest logit passed `tau` in a step gets smaller queries and keys after it."""
+
+    tau: Positive = 100.0
+    alpha: Fraction = 0.5
+
+
+class CapSettings(Settings):
+    """`wellcond.SpectralCap`: the largest singular value of every head's weights is held at `w_max`."""
+
+    w_max: Positive
+    projections: Annotated[str, Field(pattern="^[qkvo]+$")] = "qkvo"
+
+
 class AdamW(Settings):
     """torch.optim.AdamW."""
 
@@ -157,6 +173,21 @@ class AdamW(Settings):
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     qk_lr_factor: Positive = 1.0
     """How many times as far a step moves the weights W_Q and W_K, also as rows of a fused weight."""
+    qk_clip: ClipSettings | None = None
+    spectral_cap: CapSettings | None = None
+
+    def act_after_steps(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Clip and cap the weights of a model after each step of an optimiser that was made for it; both are wrapped.
+
+        Raises: RecipeError for a model that cannot be clipped or capped.
+        """
+        try:
+            if self.qk_clip is not None:
+                QKClip(model, optimizer, self.qk_clip.tau, self.qk_clip.alpha)
+            if self.spectral_cap is not None:
+                SpectralCap(model, optimizer, self.spectral_cap.w_max, projections=self.spectral_cap.projections)
+        except WellcondError as error:
+            raise RecipeError(f"optimizer: {error}") from error
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """Over the parameters of a model."""

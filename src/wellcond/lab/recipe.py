@@ -240,6 +240,8 @@ NEUTRAL = {
     "augmentation.mixed_together": 1,
     "tracking.stacked": False,
     "task.metric": "perplexity",
+    "optimizer.qk_clip": None,
+    "optimizer.spectral_cap": None,
 }
 """Fields that came after the first records, with the values at which a run is what it was without them."""
 

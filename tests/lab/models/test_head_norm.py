@@ -182,3 +182,26 @@ def test_projections_that_are_read_but_not_called_are_refused():
     model = timm.create_model("beit_base_patch16_224", img_size=32, embed_dim=8, depth=1, num_heads=2)
     with pytest.raises(RecipeError, match="reads the weights of its projections without calling them"):
         add_qk_norm_(model, lambda: model(IMAGE))
+
+
+@pytest.mark.parametrize("name", ["vit", "gpt2", "llama"])
+def test_a_gain_is_a_parameter_that_multiplies_normalised_heads(name):
+    torch.manual_seed(0)
+    build, inputs = MODELS[name]
+    model = build().eval()
+    plain = copy.deepcopy(model)
+    add_qk_norm_(plain, lambda: plain(inputs))
+    add_qk_norm_(model, lambda: model(inputs), gain=True)
+    torch.testing.assert_close(output(model, inputs), output(plain, inputs))
+    site = find_attention(model)[0]
+    before = projected(site, model, inputs)
+    for role in ("query", "key"):
+        gain = site.by_role(role).owner.get_parameter(f"{role}_gain")
+        assert gain.shape == (site.head_dim,) and any(gain is parameter for parameter in model.parameters())
+        with torch.no_grad():
+            gain.copy_(torch.linspace(0.5, 2.0, site.head_dim))
+    after = projected(site, model, inputs)
+    for role in ("query", "key"):
+        torch.testing.assert_close(after[role], before[role] * torch.linspace(0.5, 2.0, site.head_dim))
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(output(twin, inputs), output(model, inputs))

@@ -86,11 +86,11 @@ def _called(modules: dict[str, nn.Module], run: Callable[[], object]) -> list[st
     return order
 
 
-def add_qk_norm_(model: nn.Module, run: Callable[[], object]) -> None:
-    """Normalise queries and keys of every attention, in place, without a learned gain; `run` runs it on a sample."""
+def add_qk_norm_(model: nn.Module, run: Callable[[], object], *, gain: bool = False) -> None:
+    """Normalise queries and keys of every attention, in place, with or without a gain; `run` runs it on a sample."""
     try:
         sites = find_attention(model)
-        add_head_norm_(sites)
+        add_head_norm_(sites, gain=gain)
     except WellcondError as error:
         raise RecipeError(f"model.qk_norm: {error}") from error
     owners = {f"{site.name} {role}": site.by_role(role).owner for site in sites for role in ("query", "key")}

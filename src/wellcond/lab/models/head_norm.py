@@ -1,10 +1,12 @@
 """QK-norm for attentions that have none: the projections return queries and keys whose heads have root mean square 1.
 
     qhat = q / sqrt(mean(q^2) + eps)   for each token and head, without a learned gain, as in nanochat
+    qhat = g q / sqrt(mean(q^2) + eps)   with a learned gain g (d) that the heads of a layer share, as in Qwen3
 
 It acts in the forward pass of the module that projects, so whatever the attention does afterwards (a scale, a rotation,
 which the norm commutes with, windows, a fused kernel) reads normalised heads. With the usual scale 1/sqrt(d) logits lie
-within sqrt(d). Parameters, their names and state dicts stay as they are.
+within sqrt(d). Parameters, their names and state dicts stay as they are, but for the gains: parameters `query_gain` and
+`key_gain` of the modules that project.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.find import FACTS_ATTRIBUTE
 from wellcond.attention.layout import is_projection
+from wellcond.attention.names import QK_GAINS
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import UnsupportedLayoutError
@@ -41,16 +44,17 @@ class NormedForward:
         else:
             projected = type(self.module).forward(self.module, *args, **kwargs)
         axis = 1 if isinstance(self.module, (nn.Conv1d, nn.Conv2d)) else -1
-        for start, rows in vars(self.module)[ROWS_ATTRIBUTE]:
+        for start, rows, gain_name in vars(self.module)[ROWS_ATTRIBUTE]:
+            gain = None if gain_name is None else self.module.get_parameter(gain_name)
             if start is None:
-                projected = normalise_heads(projected, rows, axis)
+                projected = normalise_heads(projected, rows, axis, gain)
             else:
-                projected = _normalise_span(projected, start, tuple(rows.shape), axis)
+                projected = _normalise_span(projected, start, tuple(rows.shape), axis, gain)
         return projected
 
 
-def normalise_heads(projected: Tensor, rows: Tensor, axis: int = -1) -> Tensor:
-    """RMS norm of heads (heads, d) that are at the positions `rows` of an axis; other positions stay.
+def normalise_heads(projected: Tensor, rows: Tensor, axis: int = -1, gain: Tensor | None = None) -> Tensor:
+    """RMS norm of heads (heads, d) that are at the positions `rows` of an axis, times a gain (d); others stay.
 
     Example:
         >>> normalised = normalise_heads(torch.tensor([[3.0, 1.0, -4.0, 0.0]]), torch.tensor([[0, 2]]))
@@ -60,24 +64,28 @@ def normalise_heads(projected: Tensor, rows: Tensor, axis: int = -1) -> Tensor:
     axis %= projected.dim()
     flat = rows.flatten().to(projected.device)
     heads = projected.index_select(axis, flat).unflatten(axis, tuple(rows.shape))
-    return projected.index_copy(axis, flat, _normalised(heads, axis).flatten(axis, axis + 1))
+    return projected.index_copy(axis, flat, _normalised(heads, axis, gain).flatten(axis, axis + 1))
 
 
-def _normalise_span(projected: Tensor, start: int, shape: tuple[int, ...], axis: int) -> Tensor:
+def _normalise_span(projected: Tensor, start: int, shape: tuple[int, ...], axis: int, gain: Tensor | None) -> Tensor:
     """`normalise_heads` of positions that follow each other, without looking each of them up."""
     axis %= projected.dim()
     count = shape[0] * shape[1]
     before, heads, after = projected.split([start, count, projected.shape[axis] - start - count], axis)
-    return torch.cat([before, _normalised(heads.unflatten(axis, shape), axis).flatten(axis, axis + 1), after], axis)
+    normalised = _normalised(heads.unflatten(axis, shape), axis, gain).flatten(axis, axis + 1)
+    return torch.cat([before, normalised, after], axis)
 
 
-def _normalised(heads: Tensor, axis: int) -> Tensor:
+def _normalised(heads: Tensor, axis: int, gain: Tensor | None) -> Tensor:
     wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    return (wide * (wide.square().mean(axis + 1, keepdim=True) + EPS).rsqrt()).to(heads.dtype)
+    wide = wide * (wide.square().mean(axis + 1, keepdim=True) + EPS).rsqrt()
+    if gain is not None:
+        wide = wide * gain.view(-1, *[1] * (heads.dim() - axis - 2))
+    return wide.to(heads.dtype)
 
 
-def add_head_norm_(sites: list[AttentionSite]) -> None:
-    """Normalise the queries and keys of attentions from now on, in place.
+def add_head_norm_(sites: list[AttentionSite], *, gain: bool = False) -> None:
+    """Normalise the queries and keys of attentions from now on, in place, with or without a learned gain.
 
     Raises: UnsupportedLayoutError, with nothing changed, for an attention that has a norm of single queries and keys
         already, or whose projections are not modules of their own.
@@ -89,17 +97,19 @@ def add_head_norm_(sites: list[AttentionSite]) -> None:
             if not is_projection(slot.owner):
                 raise _refused(site, "its queries and keys are not the output of a linear module of their own.")
     for site in sites:
-        for slot in (site.by_role("query"), site.by_role("key")):
-            _add(slot)
+        for role in ("query", "key"):
+            _add(site.by_role(role), QK_GAINS[role] if gain else None)
 
 
-def _add(slot: Slot) -> None:
+def _add(slot: Slot, gain_name: str | None) -> None:
     state = vars(slot.owner)
     if ROWS_ATTRIBUTE not in state:
         forward = NormedForward(slot.owner)
         state["forward"], state[ROWS_ATTRIBUTE] = forward, []
         state[FACTS_ATTRIBUTE] = with_head_norm
-    state[ROWS_ATTRIBUTE].append((None if slot.span is None else slot.span.start, slot.rows))
+    state[ROWS_ATTRIBUTE].append((None if slot.span is None else slot.span.start, slot.rows, gain_name))
+    if gain_name is not None:
+        slot.owner.register_parameter(gain_name, nn.Parameter(slot.parameter.new_ones(slot.head_dim)))
 
 
 def with_head_norm(site: AttentionSite) -> AttentionSite:

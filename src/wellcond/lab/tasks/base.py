@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
@@ -59,8 +59,9 @@ class ModelSettings(Settings):
     that of pre-training, and is not applied again."""
     norms: Norms = "keep"
     """Whether to take all norms out of the blocks (the final norm stays), or only the one in front of the attention."""
-    qk_norm: bool = False
-    """Whether each query and key head is divided by its root mean square, without a learned gain, as in nanochat."""
+    qk_norm: bool | Literal["gain"] = False
+    """Whether each query and key head is divided by its root mean square, without a learned gain, as in nanochat; with
+    ``gain``, times a learned one that the heads of a layer share, as in Qwen3."""
     layer_scale: float | None = Field(None, gt=0)
     """Start of learned factors on what attention and MLP add to the stream (LayerScale); null for none."""
 

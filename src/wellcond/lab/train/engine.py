@@ -80,6 +80,7 @@ class Engine:
         self.budget = TimeBudget(training.hours, self.clock, accelerator)
         self.log = ConditioningLog(recipe, task, self.model, accelerator, per_epoch, self._note)
         self.model, self.optimizer = accelerator.prepare(self.model, recipe.optimizer.build(self.model))
+        recipe.optimizer.act_after_steps(self.model, self.optimizer.optimizer)
         self.evaluated_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Inside, the model has the average, if that is what is evaluated."""
         self.average: WeightAverage | None = None

@@ -117,7 +117,7 @@ def prepare_model(
             remove_norms_(model, settings.norms, check)
         check()
         if settings.qk_norm:
-            add_qk_norm_(model, check)
+            add_qk_norm_(model, check, gain=settings.qk_norm == "gain")
         if settings.layer_scale is not None:
             add_layer_scale_(model, settings.layer_scale, check)
     if proxy is not None:
