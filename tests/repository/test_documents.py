@@ -93,9 +93,10 @@ def test_scripts_of_other_systems_are_shell(path):
 @pytest.mark.parametrize("path", with_blocks(""))
 def test_listed_commands_exist(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for folder in ("runs/digits-tiny", "runs/digits", "runs/bert", "results"):  # what earlier commands would have made
+    for folder in ("runs/digits-tiny", "runs/digits", "runs/bert", "results/evidence"):  # of earlier commands
         Path(folder).mkdir(parents=True)
-    Path("last.pth.tar").touch()
+    for file in ("last.pth.tar", "results/evidence/digits.jsonl"):
+        Path(file).touch()
     group = typer.main.get_command(load_app())
     for arguments in [arguments for block in blocks_of(path, "") for arguments in commands_in(block)]:
         with group.make_context("wellcond", list(arguments[:1]), resilient_parsing=True) as context:

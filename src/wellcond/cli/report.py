@@ -81,6 +81,10 @@ def reproduce(
     scale: Annotated[str, Option(metavar="NAME", help="tiny (CPU, minutes), small (GPU, hours) or paper.")] = "tiny",
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run nothing.")] = False,
     records: Annotated[Path | None, cli.folder_option(help="Print these records; run nothing.")] = None,
+    reading: Annotated[
+        list[str] | None,
+        Option(metavar="NAME=VALUE", help="Another reading of the paper's words, see the table's note."),
+    ] = None,
     methods: Annotated[str | None, Option(metavar="LIST", help="Only these methods, and default.")] = None,
     seeds: cli.Seeds = None,
     set: cli.Overrides = None,
@@ -98,6 +102,8 @@ def reproduce(
 
     check_choice("scale", scale, SCALES)
     known, entry = find_entry(id) if id is not None else ("", None)
+    if entry is not None:
+        entry = entry.read(dict(tuple(text.split("=", 1)) if "=" in text else (text, "") for text in reading or ()))
     numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
     import torch
 

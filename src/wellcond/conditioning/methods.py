@@ -27,7 +27,7 @@ from wellcond.conditioning.corrections import (
     StoredCorrection,
 )
 from wellcond.errors import UnknownChoiceError, WeightError
-from wellcond.linalg.polar import mix_with_polar
+from wellcond.linalg.polar import mix_with_polar, mix_with_svd
 from wellcond.linalg.spectrum import spectra
 
 Layout = Literal["joint", "per_head"]
@@ -156,14 +156,18 @@ def identity(*, lam: float | Mapping[str, float] = 10.0, layout: Layout = "joint
 
 
 @register_condition("polar")
-def polar(*, layout: Layout = "per_head", frozen: bool = False) -> Correction:
+def polar(*, layout: Layout = "per_head", frozen: bool = False, solver: str = "products") -> Correction:
     """C = sigma_max(W) times the polar factor of W (paper S, theorem 3.5): condition number at most 2.
 
     Args:
         layout: for each head (the theorem's W), or for all heads as one matrix.
         frozen: keep the first C instead of following the weights.
+        solver: ``products`` of matrices, or ``svd``, a decomposition in every step as in the paper, which costs more.
     """
-    return _mixture(1.0, 1.0, layout, frozen, {})
+    check_choice("solver", solver, ("products", "svd"))
+    if solver == "products":
+        return _mixture(1.0, 1.0, layout, frozen, {})
+    return _mixture(1.0, 1.0, layout, frozen, {"solver": solver}, mix_with_svd)
 
 
 @register_condition("balanced")
@@ -181,12 +185,19 @@ def balanced(*, target: float = 2.0, layout: Layout = "per_head", frozen: bool =
     return _mixture(1 - 1 / number, 1 / number, layout, frozen, {"target": number})
 
 
-def _mixture(keep: float, share: float, layout: Layout, frozen: bool, extra: dict[str, Any]) -> Correction:
+def _mixture(
+    keep: float,
+    share: float,
+    layout: Layout,
+    frozen: bool,
+    extra: dict[str, Any],
+    mix: Callable[..., Tensor] = mix_with_polar,
+) -> Correction:
     """W + C = keep W + share sigma_1(W) U V^T for W = U S V^T."""
     check_choice("frozen", frozen, (True, False))
     frozen = bool(frozen)  # NumPy has booleans of its own, which JSON does not know
     settings = {**extra, "layout": layout, "frozen": frozen}
-    correct = functools.partial(mix_with_polar, keep=keep, share=share)
+    correct = functools.partial(mix, keep=keep, share=share)
     return Correction(correct, layout=layout, frozen=frozen, settings=settings, check=_degenerate_heads)
 
 

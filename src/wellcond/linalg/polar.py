@@ -91,6 +91,20 @@ def mix_with_polar(weights: Tensor, *, keep: float, share: float) -> Tensor:
         return torch.cat([_mix(part, keep, share, wide) for part in weights.split(max(at_a_time, 1))])
 
 
+def mix_with_svd(weights: Tensor, *, keep: float, share: float) -> Tensor:
+    r"""What `mix_with_polar` computes, by a singular value decomposition of each matrix, for comparison.
+
+    Example:
+        >>> weights = torch.diag(torch.tensor([3.0, 1.0]))[None]
+        >>> mix_with_svd(weights, keep=0.5, share=0.5)[0].round().tolist()
+        [[3.0, 0.0], [0.0, 2.0]]
+    """
+    work = weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
+    with torch.autocast(weights.device.type, enabled=False):
+        left, sigma, right = torch.linalg.svd(work, full_matrices=False)
+        return (keep * work + share * sigma[..., :1, None] * (left @ right)).to(weights.dtype)
+
+
 def _mix(weights: Tensor, keep: float, share: float, wide: torch.dtype) -> Tensor:
     d, columns = weights.shape[-2:]
     accuracy = accuracy_of(d, columns, wide)

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 
+import numpy as np
 import pytest
 
 from wellcond.errors import UnknownChoiceError
 from wellcond.lab.records import setting_differences
-from wellcond.lab.reproduce.beside_paper import outcome_tables
+from wellcond.lab.reproduce.beside_paper import build_figures, outcome_tables
 from wellcond.lab.reproduce.catalogue import SCALES, catalogue, find_entry
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, find_study, study_name
@@ -23,8 +25,6 @@ IDS = [
 ]
 RESULTS = Path(__file__).parents[3] / "results"
 WITHOUT_RECORDS = {"C-T8", "C-T10", "C-T11", "C-T12", "C-T13", "S-T10", "C-T3", "S-T2"}
-NUMBERS_ELSEWHERE = {"ImageNet-21k + default"}
-"""Rows of the papers that cannot be run."""
 OWN_METRICS = {"", "step_ratio", "peak_memory"}
 ENTRIES = catalogue().entries
 WITH_NUMBERS = [id for id, entry in ENTRIES.items() if any(part.numbers for part in entry.parts)]
@@ -67,7 +67,7 @@ def test_metrics_and_variants_exist(id):
 @pytest.mark.parametrize("id", WITH_NUMBERS)
 def test_entries_have_the_papers_rows_and_columns(id):
     for part in ENTRIES[id].parts:
-        assert set(part.numbers) - NUMBERS_ELSEWHERE <= set(ENTRIES[id].rows)
+        assert set(part.numbers) <= set(ENTRIES[id].rows)
         for rows in (part.numbers, part.stds, part.printed):
             assert set(rows) <= set(part.numbers) and {len(row) for row in rows.values()} <= {len(part.columns)}
 
@@ -128,6 +128,53 @@ def test_ids_are_found_in_any_case():
     assert find_entry("c-t1") == ("C-T1", ENTRIES["C-T1"])
     with pytest.raises(UnknownChoiceError, match="C-T99"):
         find_entry("C-T99")
+
+
+def test_rows_and_studies_of_a_scale():
+    at_paper, at_tiny = ({m.label for m in plan_of("S-T7", scale).studies[0].methods} for scale in ("paper", "tiny"))
+    assert at_paper == {"default", "polar(solver=svd)", "identity(lam=10, layout=per_head)", "polar"}
+    assert at_tiny == {"default", "polar", "identity(lam=10)"}
+    published = "weight_selection(teacher=timm:vit_small_patch16_224.augreg_in21k, layout=blind)"
+    labels = {scale: {m.label for m in plan_of("C-T6", scale).studies[-1].methods} for scale in ("paper", "small")}
+    assert published in labels["paper"] and published not in labels["small"]
+    assert plan_of("C-T6", "small").left_out == ("ImageNet-21k + default: not run at scale small",)
+
+
+def test_a_reading_is_an_option_of_an_id():
+    entry = ENTRIES["S-T4"]
+    assert entry.readings == {"model": "bert-12"}
+    other = make_plan("S-T4", entry.read({"model": "crammed-bert"}), "paper", PlanOptions(Path("nowhere")))
+    assert plan_of("S-T4", "paper").studies[0].recipe.name == "bert-12"
+    assert other.studies[0].recipe.name == "crammed-bert"
+    assert ENTRIES["S-F2"].readings == {"mean": "arithmetic", "weights": "original"}
+    assert ENTRIES["C-F1"].readings == {"mean": "arithmetic"} and ENTRIES["C-T1"].readings == {}
+    with pytest.raises(UnknownChoiceError, match="weights"):
+        ENTRIES["C-F1"].read({"weights": "conditioned"})
+    with pytest.raises(UnknownChoiceError, match="geometric"):
+        ENTRIES["C-F1"].read({"mean": "harmonic"})
+
+
+def test_figures_follow_the_chosen_reading():
+    """S-F7 at scale tiny: kappa of W_Q of both runs at the first measurement, from the committed rows themselves."""
+    records = Collection(RESULTS, committed=True)
+    stored = records.study(ENTRIES["S-F7"].at("tiny").columns["W"])
+    entry = ENTRIES["S-F7"].at("tiny")
+
+    def first(chosen, panel, series):
+        [figure, *_] = build_figures("S-F7", entry.read(chosen), records)
+        [drawn] = [p for p in figure.panels if p.name == panel]
+        return drawn.by_series()[series]["mean"][0].value
+
+    def by_hand(method, key, mean):
+        return mean([mean(table.at(key, 0.0)) for table in stored.analysis.tables(method)])
+
+    spectral = "identity(lam=10)"
+    assert first({}, "W", "W_Q") == pytest.approx(by_hand("default", "kappa_q", np.mean))
+    assert first({"weights": "conditioned"}, "W", "W_Q") == pytest.approx(by_hand(spectral, "raw_kappa_q", np.mean))
+    assert first({}, "W + C", "W_Q + C_Q") == pytest.approx(by_hand(spectral, "kappa_q", np.mean))
+    geometric = {"mean": "geometric"}
+    assert first(geometric, "W", "W_Q") == pytest.approx(by_hand("default", "kappa_q", geometric_mean))
+    assert first({}, "W", "W_Q") > first(geometric, "W", "W_Q")
 
 
 CORE = ("task.name", "task.length", "task.image_size", "data.source", "data.id", "data.config", "model")

@@ -44,21 +44,28 @@ class HeadTable:
         """Epoch of every measured step."""
         return np.array([self.columns["epoch"][self.columns["step"] == step][-1] for step in self.steps])
 
-    def over_steps(self, key: str) -> np.ndarray:
+    def over_steps(self, key: str, *, geometric: bool = True) -> np.ndarray:
         """Mean over the finite values of all heads and layers at every step; NaN where there is none.
 
-        Arithmetic for attention maps, geometric for all else; of stored logarithms back as a number, infinite above
-        1e300.
+        Geometric, but for attention maps, unless the arithmetic mean is asked for; of stored logarithms back as a
+        number, infinite above 1e300.
         """
-        values, log = self.columns[key], key not in ARITHMETIC and not key.endswith("_log10")
-        usable = np.isfinite(values) & (values > 0) if log else np.isfinite(values)
+        values, stored_log = self.columns[key], key.endswith("_log10")
+        if key in ARITHMETIC or not (geometric or stored_log):
+            return self._means(values, np.isfinite(values))
+        logs = values if stored_log else np.log10(values, where=values > 0, out=np.full_like(values, np.nan))
+        if geometric:
+            return _back(self._means(logs, np.isfinite(logs)))
+        shift = logs.max(initial=0.0, where=np.isfinite(logs))
+        with np.errstate(divide="ignore"):
+            return _back(np.log10(self._means(10.0 ** (logs - shift), np.isfinite(logs))) + shift)
+
+    def _means(self, values: np.ndarray, usable: np.ndarray) -> np.ndarray:
         place, count = np.searchsorted(self.steps, self.columns["step"])[usable], len(self.steps)
-        sums = np.bincount(place, weights=np.log10(values[usable]) if log else values[usable], minlength=count)
+        sums = np.bincount(place, weights=values[usable], minlength=count)
         sizes, means = np.bincount(place, minlength=count), np.full(count, np.nan)
         np.divide(sums, sizes, out=means, where=sizes > 0)
-        if key in ARITHMETIC:
-            return means
-        return np.where(means > 300, np.inf, 10.0 ** np.minimum(means, 300))
+        return means
 
     def at(self, key: str, step: float) -> list[float]:
         """Values of all heads at one step, where they are not NaN."""
@@ -68,6 +75,11 @@ class HeadTable:
     def at_end(self, key: str) -> list[float]:
         """Values of all heads at the last step at which a quantity was measured; empty if it never was."""
         return self.at(key, float(self.columns["step"][~np.isnan(self.columns[key])].max(initial=-1.0)))
+
+
+def _back(logs: np.ndarray) -> np.ndarray:
+    """10 to these powers; infinite above 1e300."""
+    return np.where(logs > 300, np.inf, 10.0 ** np.minimum(logs, 300))
 
 
 def read_heads(run: Run) -> HeadTable | None:

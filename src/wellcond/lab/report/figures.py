@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from wellcond.lab.records import ARITHMETIC, ROLES, Rows, Run
-from wellcond.lab.report.analysis import Analysis
+from wellcond.lab.report.analysis import Analysis, HeadTable
 from wellcond.lab.report.match import Matching
 from wellcond.lab.report.table import csv_text, number
 
@@ -92,12 +92,15 @@ Curves = Mapping[str, Sequence[tuple[Run, Points]]]
 """Every run of a method, by method."""
 
 
-def curve_panel(name: str, title: str, y_label: str, curves: Curves, *, log: bool = False) -> Panel:
+def curve_panel(
+    name: str, title: str, y_label: str, curves: Curves, *, log: bool = False, band_of_logs: bool | None = None
+) -> Panel:
     """A panel of every run, and of mean and band over the finished runs at the steps that all of them have.
 
-    Mean and band of a logarithmic panel are on log10. A run that did not finish is a series of its own, named after its
-    outcome, and is in no mean.
+    Mean and band of a logarithmic panel are on log10, unless `band_of_logs` says otherwise. A run that did not finish
+    is a series of its own, named after its outcome, and is in no mean.
     """
+    of_logs = log if band_of_logs is None else band_of_logs
     rows: list[Row] = []
     for method, listed in curves.items():
         for run, points in listed:
@@ -110,10 +113,10 @@ def curve_panel(name: str, title: str, y_label: str, curves: Curves, *, log: boo
         ]
         for step in sorted(set.intersection(*map(set, tables))) if tables else ():
             values = np.array([table[step][1] for table in tables])
-            values = np.log10(values) if log else values
+            values = np.log10(values) if of_logs else values
             mean, spread = float(values.mean()), float(values.std(ddof=1)) if len(tables) > 1 else 0.0
             for seed, value in ((MEAN, mean), (LOW, mean - spread), (HIGH, mean + spread)):
-                rows.append(Row(method, seed, step, tables[0][step][0], 10 ** min(value, 308.0) if log else value))
+                rows.append(Row(method, seed, step, tables[0][step][0], 10 ** min(value, 308.0) if of_logs else value))
     return Panel(name, title, y_label, rows, log)
 
 
@@ -137,12 +140,13 @@ def _thin(rows: Rows, key: str, factor: float) -> Points:
     return list(zip(steps[ends - 1].tolist(), epochs[ends - 1].tolist(), means.tolist(), strict=True))
 
 
-def measured(analysis: Analysis, key: str) -> Curves:
-    """A quantity of the measured heads over training, mean over heads and layers."""
-    return {
-        method: [(t.run, list(zip(t.steps, t.epochs(), t.over_steps(key).tolist(), strict=True))) for t in tables]
-        for method, tables in analysis.heads.items()
-    }
+def measured(analysis: Analysis, key: str, *, geometric: bool = True) -> Curves:
+    """A quantity of the measured heads over training, mean over heads and layers; see `HeadTable.over_steps`."""
+
+    def points(table: HeadTable) -> Points:
+        return list(zip(table.steps, table.epochs(), table.over_steps(key, geometric=geometric).tolist(), strict=True))
+
+    return {method: [(table.run, points(table)) for table in tables] for method, tables in analysis.heads.items()}
 
 
 def build_figures(analysis: Analysis) -> list[Figure]:

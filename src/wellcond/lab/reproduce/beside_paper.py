@@ -15,7 +15,7 @@ from wellcond.lab.report.glue import AVERAGE, SHOWN
 from wellcond.lab.report.match import Matching, show_match
 from wellcond.lab.report.statistics import NO_PAIRS, PairedDifference, Summary, compare_paired, correct, show_p
 from wellcond.lab.report.table import MISSING, Cell, Table, show, show_known, show_seeds, table_csv, table_markdown
-from wellcond.lab.reproduce.catalogue import Entry, Part
+from wellcond.lab.reproduce.catalogue import READINGS, Entry, Part
 from wellcond.lab.reproduce.computed import static_tables
 from wellcond.lab.reproduce.stored import OWN_METRICS, Collection, StoredStudy, differences_from_paper, may_be_paired
 from wellcond.lab.train.run_folder import writing
@@ -43,12 +43,18 @@ def outcome_tables(id: str, entry: Entry, scale: str, records: Collection) -> li
         what = "prints numbers for this" if entry.kind == "figure" else "has this table"
         notes = [f"No reference: no paper {what}."]
     notes += [f"Here: {entry.note}."] if entry.note else []
+    notes += [_reading(name, value) for name, value in entry.readings.items()]
     notes += list(dict.fromkeys(differences_from_paper(entry, records))) or ["There are no runs of this here."]
     if entry.kind == "figure":
         rows = list(_figure_rows(entry, records))
         return [Table.of(id.lower(), f"{id}: {entry.title}", rows, notes, (0, 1, 2, 5, 6))]
     named = {id if at == 1 else f"{id}-{at}": part for at, part in enumerate(entry.parts, 1)}
     return [_table(name, entry, part, records, [GAINS, *notes] if name == id else []) for name, part in named.items()]
+
+
+def _reading(name: str, chosen: str) -> str:
+    others = ", ".join(f"--reading {name}={other}" for other in READINGS[name] if other != chosen)
+    return f"Reading {name}={chosen}: {READINGS[name][chosen]} (another: {others})."
 
 
 def _table(id: str, entry: Entry, part: Part, records: Collection, notes: list[str]) -> Table:
@@ -165,6 +171,7 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[figure
 def _panel(entry: Entry, title: str, stored: StoredStudy) -> figures.Panel:
     source, analysis = entry.columns[title], stored.analysis
     quantity, label = source.quantity, Y_LABELS[source.quantity]
+    geometric = entry.readings.get("mean") == "geometric"
     if quantity == "match":
         rows = figures.match_rows(analysis.unit, _matchings(entry, stored))
         return figures.Panel(title, title, f"{analysis.unit}s {label}", rows)
@@ -173,18 +180,26 @@ def _panel(entry: Entry, title: str, stored: StoredStudy) -> figures.Panel:
         losses = figures.curves_of(analysis, "steps", "loss")
         curves = {name: losses.get(method, []) for name, method in named.items()}
     elif quantity == "jacobian":
-        own, bounds = (figures.measured(analysis, key) for key in ("pseudo_condition_number", "papers_bound_log10"))
+        keys = ("pseudo_condition_number", "papers_bound_log10")
+        own, bounds = (figures.measured(analysis, key, geometric=geometric) for key in keys)
         pairs = [((name, own[at]), (f"{name}, papers' bound", bounds[at])) for name, at in named.items()]
         curves = dict(pair for both in pairs for pair in both)
     else:
-        # The method with the correction is the last row: W is what it trains, W + C what its forward pass uses.
-        method = list(named.values())[-1] if named else ""
+        # W + C is what the forward pass of the last row uses, the method with the correction.
+        first, *_, last = list(named.values()) or [""]
+        of_original = entry.readings.get("weights") == "original"
         curves = {}
-        for prefix in {"raw": ("raw_",), "effective": ("",), "both": ("raw_", "")}[source.of]:
+        if source.of in ("raw", "both"):
+            method, prefix = (first, "") if of_original else (last, "raw_")
             for role in ROLES:
-                name = f"W_{role.upper()}" + ("" if prefix else f" + C_{role.upper()}")
-                curves[name] = figures.measured(analysis, f"{prefix}{quantity}_{role}").get(method, [])
-    return figures.curve_panel(title, title, label, curves, log=quantity != "loss")
+                found = figures.measured(analysis, f"{prefix}{quantity}_{role}", geometric=geometric)
+                curves[f"W_{role.upper()}"] = found.get(method, [])
+        if source.of in ("effective", "both"):
+            for role in ROLES:
+                found = figures.measured(analysis, f"{quantity}_{role}", geometric=geometric)
+                curves[f"W_{role.upper()} + C_{role.upper()}"] = found.get(last, [])
+    log = quantity != "loss"
+    return figures.curve_panel(title, title, label, curves, log=log, band_of_logs=log and geometric)
 
 
 def _matchings(entry: Entry, stored: StoredStudy) -> dict[str, Matching]:
@@ -194,7 +209,7 @@ def _matchings(entry: Entry, stored: StoredStudy) -> dict[str, Matching]:
 
 
 def _figure_rows(entry: Entry, records: Collection) -> Iterator[dict[str, Cell]]:
-    """Every curve at its first and last point, geometric mean over seeds; every bar with what it saves."""
+    """Every curve at its first and last point, mean over seeds; every bar with what it saves."""
     for panel, source in entry.columns.items():
         stored = records.study(source)
         if stored is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, ClassVar, Literal, get_args
 
@@ -81,6 +81,8 @@ class Row(_FromText):
     variant: str = ""
     only: tuple[str, ...] = ()
     """Columns that have it; all by default."""
+    tiny: str = ""
+    """The method in its place at scale tiny, if the committed records are of that one."""
     scales: tuple[str, ...] = ()
     """Scales at which it is run; all by default."""
 
@@ -141,10 +143,29 @@ class Part(Settings):
         return rows[row][self.columns.index(column)] if row in rows and column in self.columns else None
 
 
+READINGS = {
+    "mean": {
+        "arithmetic": "means over heads and layers, mean and standard deviation over seeds, as the papers draw them",
+        "geometric": "geometric means over heads and layers, mean and standard deviation of log10 over seeds",
+    },
+    "weights": {
+        "original": "W of the original run beside W + C of the conditioned one",
+        "conditioned": "W and W + C of the conditioned run",
+    },
+    "model": {
+        "bert-12": "12 layers and 110 M parameters, as paper S says",
+        "crammed-bert": "the final model of the Crammed BERT release, 16 layers and 119.6 M parameters",
+    },
+}
+"""Ways to read a paper's words, by name; the first of each is what the words say."""
+
+
 class Entry(Settings):
     """What an id stands for."""
 
     title: str
+    readings: dict[str, str] = {}
+    """Chosen ones of `READINGS`."""
     rows: dict[str, Row] = {}
     """The first is the baseline."""
     controls: dict[str, Row] = {}
@@ -164,6 +185,15 @@ class Entry(Settings):
         names = tuple(values.get("columns", ()))
         return values | {"parts": [{"columns": names, **part} for part in values.get("parts", [{}])]}
 
+    @model_validator(mode="after")
+    def _readings_of_quantities(self) -> Entry:
+        """Figures of measured heads have a kind of mean, those of weights have runs that W is of."""
+        quantities = {source.quantity for source in self.columns.values()}
+        of_weights = bool(quantities & {"sigma_min", "sigma_max", "kappa"})
+        names = ["mean"] * (of_weights or "jacobian" in quantities) + ["weights"] * of_weights
+        object.__setattr__(self, "readings", {name: next(iter(READINGS[name])) for name in names} | self.readings)
+        return self
+
     @property
     def kind(self) -> Literal["table", "figure", "static"]:
         """What is made of it."""
@@ -180,6 +210,16 @@ class Entry(Settings):
         """Those that a column has."""
         return {name: row for name, row in self.all_rows.items() if not row.only or column in row.only}
 
+    def read(self, chosen: Mapping[str, str]) -> Entry:
+        """With chosen readings, such as ``{"mean": "geometric"}``. OptionError for one that the id does not have."""
+        for name, value in chosen.items():
+            check_choice("reading", name, list(self.readings))
+            check_choice(f"reading {name}", value, list(READINGS[name]))
+        columns = self.columns
+        if studies := chosen.get("model"):
+            columns = {name: source.model_copy(update={"study": studies}) for name, source in columns.items()}
+        return self.model_copy(update={"readings": self.readings | dict(chosen), "columns": columns})
+
     def at(self, scale: str) -> Entry:
         """What is run at a scale: at tiny, what the records ran."""
         if scale != "tiny":
@@ -188,7 +228,11 @@ class Entry(Settings):
             name: source.model_copy(update={"study": source.tiny or source.study})
             for name, source in self.columns.items()
         }
-        return self.model_copy(update={"columns": columns})
+        rows, controls = (
+            {name: row.model_copy(update={"method": row.tiny or row.method}) for name, row in rows.items()}
+            for rows in (self.rows, self.controls)
+        )
+        return self.model_copy(update={"columns": columns, "rows": rows, "controls": controls})
 
 
 class Catalogue(Settings):

@@ -85,10 +85,10 @@ class Plan:
 
 def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
     """All comparisons of an id; nothing is run or written. RecipeError for a method or setting that does not exist."""
+    entry = entry.at(scale)
     known = list(dict.fromkeys(row.method for row in entry.all_rows.values()))
     if unknown := [method for method in options.methods or () if method not in known]:
         raise RecipeError(f"--methods: expected some of {', '.join(known)}, found {unknown[0]!r}")
-    entry = entry.at(scale)
     wanted = {"default", *(known if options.methods is None else options.methods)}
     asked: dict[tuple[str, str], list[str]] = {}
     rows_left_out = {name for name, row in entry.all_rows.items() if row.scales and scale not in row.scales}
