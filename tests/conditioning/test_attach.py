@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertModel, ViTConfig, ViTModel
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
 
 import wellcond as wc
-from conditioning.test_attach_step import gpt2
 from conditioning.test_corrections import vit
 from models import NanoGPTAttention, XTransformersAttention, stack
 from wellcond.attention.slot import effective_weight
@@ -38,10 +37,17 @@ WRITES = {
 }
 
 
+def cases_of_writes():
+    """Every write under one correction, and one write under each of the others; the whole table is slow."""
+    for write in WRITES:
+        for method, options in METHODS:
+            for dtype in (torch.float32, torch.float64):
+                one = method == "balanced" if dtype == torch.float32 else write == "data, doubled"
+                yield pytest.param(write, method, options, dtype, marks=() if one else pytest.mark.slow)
+
+
 @pytest.mark.filterwarnings("ignore::wellcond.NumericalWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("method, options", METHODS)
-@pytest.mark.parametrize("write", list(WRITES))
+@pytest.mark.parametrize("write, method, options, dtype", list(cases_of_writes()))
 def test_every_write_is_seen_by_the_next_forward_and_by_fold(write, method, options, dtype):
     model = wc.condition_(vit().eval(), method, **options).to(dtype)
     x = X.to(dtype)
@@ -96,19 +102,13 @@ def test_initialisation_routines_of_libraries_act_on_the_stored_weights():
 
 @pytest.mark.parametrize(
     "reparametrise",
-    [
-        lambda layer: nn.utils.parametrizations.weight_norm(layer),
-        lambda layer: nn.utils.parametrizations.spectral_norm(layer),
-        lambda layer: nn.utils.parametrizations.orthogonal(layer),
-        lambda layer: nn.utils.spectral_norm(layer),
-    ],
-    ids=["weight_norm", "spectral_norm", "orthogonal", "old spectral_norm"],
+    [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal, nn.utils.spectral_norm],
 )
 def test_reparametrising_a_conditioned_weight_is_refused_and_changes_nothing(reparametrise):
     model = wc.condition_(vit().eval(), "balanced")
     output, keys, dicts = model(X), list(model.state_dict()), [sorted(vars(m)) for m in model.modules()]
     hooks = [len(m._forward_pre_hooks) for m in model.modules()]
-    with pytest.raises(wc.ConditioningError, match=r"conditioned and must stay a parameter.*fold_"):
+    with pytest.raises(wc.ConditioningError, match="fold_"):
         reparametrise(qkv_of(model))
     assert torch.equal(model(X), output) and list(model.state_dict()) == keys
     assert [sorted(vars(m)) for m in model.modules()] == dicts
@@ -116,18 +116,11 @@ def test_reparametrising_a_conditioned_weight_is_refused_and_changes_nothing(rep
     reparametrise(wc.fold_(model).blocks[0].attn.qkv)  # a plain layer takes it
 
 
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda layer: nn.utils.weight_norm(layer),
-        lambda layer: prune.random_unstructured(layer, "weight", 0.5),
-    ],
-    ids=["old weight_norm", "prune"],
-)
+@pytest.mark.parametrize("take", [nn.utils.weight_norm, lambda layer: prune.random_unstructured(layer, "weight", 0.5)])
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 def test_what_takes_the_parameter_away_before_it_asks_is_an_error(take):
     model = wc.condition_(vit().eval(), "balanced")
-    with pytest.raises(wc.ConditioningError, match=r"conditioned and must stay a parameter.*fold_.*build the model"):
+    with pytest.raises(wc.ConditioningError, match="fold_.*build the model"):
         take(qkv_of(model))
     take(wc.fold_(wc.condition_(vit(), "balanced")).blocks[0].attn.qkv)
 
@@ -227,7 +220,7 @@ def test_weights_that_change_inside_an_outer_forward_are_followed():
 
 
 def test_conditioning_under_inference_mode_and_training_afterwards():
-    for method, options in [*METHODS, ("polar", {"frozen": True})]:
+    for method, options in (METHODS[0], METHODS[2], ("polar", {"frozen": True})):
         model = vit()
         with torch.inference_mode():
             wc.condition_(model, method, **options)
@@ -268,15 +261,23 @@ def test_parameters_that_share_memory_are_refused():
     wc.condition_(model, "balanced")
 
 
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=3, n_layer=2, vocab_size=11, n_positions=16))
+
+
 def vit_of_transformers():
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
     return ViTModel(ViTConfig(image_size=16, patch_size=8, **sizes))
 
 
-@pytest.mark.parametrize("options", [{}, {"frozen": True}], ids=["following", "frozen"])
-@pytest.mark.parametrize("build, inputs", [
-    (gpt2, {"input_ids": torch.tensor([[1, 2, 3]])}), (vit_of_transformers, {"pixel_values": X}),
-], ids=["gpt2", "vit"])  # fmt: skip
+@pytest.mark.parametrize(
+    "build, inputs, options",
+    [
+        (gpt2, {"input_ids": torch.tensor([[1, 2, 3]])}, {}),
+        (vit_of_transformers, {"pixel_values": X}, {"frozen": True}),
+    ],
+    ids=["gpt2", "vit"],
+)
 def test_save_pretrained_writes_what_a_plain_model_needs(build, inputs, options, tmp_path):
     model = wc.condition_(build().eval(), "polar", **options)
     output = model(**inputs)[0]

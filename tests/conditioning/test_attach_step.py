@@ -10,7 +10,6 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import wellcond as wc
 from wellcond.linalg.spectrum import spectra
@@ -91,25 +90,29 @@ def test_evaluation_never_waits(method, options):
         assert_never_waits(counted.names)
 
 
-def test_a_compiled_step_is_one_graph_that_never_waits():
+@pytest.mark.parametrize(
+    "method, options", [pytest.param(*one, marks=() if one[0] == "balanced" else pytest.mark.slow) for one in METHODS]
+)
+def test_a_compiled_step_is_one_graph_that_never_waits_and_trains_like_an_eager_one(method, options):
     graphs = []
 
     def look(graph, inputs):
         graphs.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
         return make_boxed_func(graph.forward)
 
-    for method, options in (("identity", {"lam": 0.5}), ("balanced", {})):
-        torch._dynamo.reset()
-        graphs.clear()
-        model = wc.condition_(vit(depth=2), method, **options)
-        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=look), fullgraph=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        step(compiled, optimizer, images())
-        step(compiled, optimizer, images())
-        assert len(graphs) == 2, "one forward and one backward graph, compiled once"
-        names = sum(graphs, Counter())
-        assert not [name for name in names if "wellcond" in name or any(part in name for part in DECOMPOSITIONS)]
-        assert not [name for name in names if set(name.split(".")) & WAITS]
+    torch._dynamo.reset()
+    eager, model = (wc.condition_(vit(depth=1), method, **options) for _ in range(2))
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=look), fullgraph=True)
+    for one, called in ((eager, eager), (model, compiled)):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            step(called, optimizer, images())
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert len(graphs) == 2, "one forward and one backward graph, compiled once"
+    names = sum(graphs, Counter())
+    assert not [name for name in names if "wellcond" in name or any(part in name for part in DECOMPOSITIONS)]
+    assert not [name for name in names if set(name.split(".")) & WAITS]
 
 
 @pytest.mark.slow
@@ -175,40 +178,6 @@ def worst(model):
     return max(s.condition_number for heads in used_heads(model) for s in spectra(heads))
 
 
-def raw_worst(model):
-    heads = [block.attn.qkv.weight.detach().reshape(-1, 16, 48) for block in model.blocks]
-    return max(s.condition_number for head in heads for s in spectra(head))
-
-
-def train_and_watch(rate, steps, every, dtype=torch.float32):
-    model = wc.condition_(vit(depth=2), "balanced").to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    generator = torch.Generator().manual_seed(2)
-    templates = torch.randn(5, 3, 16, 16, generator=generator)
-    for number in range(steps):
-        labels = torch.randint(5, (16,), generator=generator)
-        batch = (templates[labels] + torch.randn(16, 3, 16, 16, generator=generator)).to(dtype)
-        step(model, optimizer, (batch, labels))
-        if number % every == 0 or number == steps - 1:
-            bound = 1.001 if raw_worst(model) <= 1e4 else 1.05
-            assert worst(model) <= 2 * bound, number
-    return model
-
-
-def test_weights_stay_conditioned_through_training():
-    train_and_watch(1e-2, steps=60, every=5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rate", [1e-3, 1e-2])
-def test_weights_stay_conditioned_through_two_thousand_steps(rate):
-    model = train_and_watch(rate, steps=2000, every=50)
-    used = used_heads(model)
-    folded = wc.fold_(model)
-    for heads, block in zip(used, folded.blocks, strict=True):
-        torch.testing.assert_close(block.attn.qkv.weight.reshape(heads.shape), heads, rtol=0, atol=1e-6)
-
-
 def test_weights_that_are_replaced_outright_are_conditioned_at_once():
     model = wc.condition_(vit(depth=2), "balanced")
     model(images()[0])
@@ -228,18 +197,3 @@ def test_weights_that_are_replaced_outright_are_conditioned_at_once():
     heads = used_heads(model)
     assert torch.equal(heads[0][0], torch.zeros(16, 48))
     assert max(s.condition_number for s in spectra(torch.cat([heads[0][1:], heads[1]]))) <= 2.1
-
-
-@pytest.mark.parametrize("build", [lambda: vit(depth=2), lambda: gpt2()], ids=["vit", "gpt2"])
-@pytest.mark.parametrize("method, options", METHODS)
-def test_fold_writes_what_the_last_forward_used(method, options, build):
-    model = wc.condition_(build(), method, **options)
-    used = {site.name: [site.slots[role].read().detach() for role in "qkv"] for site in wc.find_attention(model)}
-    wc.fold_(model)
-    for site in wc.find_attention(model):
-        for role, heads in zip("qkv", used[site.name], strict=True):
-            torch.testing.assert_close(site.slots[role].read(), heads, rtol=0, atol=1e-6)
-
-
-def gpt2():
-    return GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=3, n_layer=2, vocab_size=11, n_positions=16))

@@ -35,16 +35,6 @@ def twins(method, options):
     return wc.condition_(model, method, **options), wc.condition_(other, method, **options)
 
 
-@pytest.mark.parametrize(
-    "method, options",
-    [pytest.param(*case, marks=() if case[0] == "balanced" else pytest.mark.slow) for case in CASES],
-)
-def test_compiled_training_follows_eager_training_without_graph_breaks(method, options):
-    eager, other = twins(method, options)
-    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
-    assert train(compiled, 4) == pytest.approx(train(eager, 4), rel=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # inductor's own
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -74,7 +64,7 @@ def test_conditioning_a_model_that_is_compiled_already():
     torch.testing.assert_close(compiled(X), model(X))
 
 
-@pytest.mark.parametrize("method, options", CASES[:3])
+@pytest.mark.parametrize("method, options", [CASES[0], pytest.param(*CASES[1], marks=pytest.mark.slow), CASES[2]])
 def test_autocast_and_half_precision(method, options):
     full, mixed = twins(method, options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -137,7 +127,7 @@ class WithBreaks(NanoGPTAttention):
 def test_graph_breaks_inside_an_attention(method, options):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = wc.condition_(nn.Sequential(WithBreaks(12, 2), WithBreaks(12, 2)), method, **options)
+    model = wc.condition_(nn.Sequential(WithBreaks(12, 2)), method, **options)
     x = torch.randn(2, 3, 12)
     expected = model(x)
     compiled = torch.compile(model, backend="aot_eager")

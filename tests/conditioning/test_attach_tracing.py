@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 
 import pytest
@@ -16,7 +17,11 @@ from torch.utils.checkpoint import checkpoint
 import wellcond as wc
 
 METHODS = [("identity", {"lam": 0.5}), ("balanced", {}), ("polar", {"frozen": True})]
-each_method = pytest.mark.parametrize("method, options", METHODS, ids=["identity", "balanced", "frozen"])
+each_method = pytest.mark.parametrize(
+    "method, options",
+    [METHODS[0], METHODS[1], pytest.param(*METHODS[2], marks=pytest.mark.slow)],
+    ids=["identity", "balanced", "frozen"],
+)
 FIXED = [METHODS[0], METHODS[2]]
 TOKENS = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
@@ -98,8 +103,13 @@ def test_a_module_that_reads_the_weight_of_its_child_may_be_the_root(method, opt
     assert_trains_like(traced, dict(model.named_parameters()), model, TOKENS)
 
 
-@each_method
-@pytest.mark.parametrize("extract", [timm_features, torchvision_features], ids=["timm", "torchvision"])
+@pytest.mark.parametrize(
+    "extract, method, options",
+    [
+        pytest.param(extract, *one, marks=pytest.mark.slow if number % 3 else ())
+        for number, (extract, one) in enumerate(itertools.product((timm_features, torchvision_features), METHODS))
+    ],
+)
 def test_feature_extractors_train_the_raw_weights(extract, method, options):
     model = eva(method, options)
     extractor = extract.create_feature_extractor(model, {"head": "out"})
@@ -128,7 +138,9 @@ def test_a_weight_that_the_graph_cannot_refer_to_is_refused():
     assert model[0].qkv.weight is model[0].qkv._parameters["weight"]
 
 
-@pytest.mark.parametrize("method, options", FIXED, ids=["identity", "frozen"])
+@pytest.mark.parametrize(
+    "method, options", [FIXED[0], pytest.param(*FIXED[1], marks=pytest.mark.slow)], ids=["identity", "frozen"]
+)
 def test_an_exported_program_trains(method, options):
     model = attention(method, options)
     program = torch.export.export(copy.deepcopy(model), (TOKENS,)).module()

@@ -60,6 +60,11 @@ def run_on_two(folder, function, cases):
     return {case: torch.load(folder / f"{index}.pt", weights_only=True) for index, case in enumerate(cases)}
 
 
+def on_two(folder, function, *case):
+    """`function(*case)` of rank 0, or the text of its error."""
+    return run_on_two(folder, function, [case])[case]
+
+
 def _serve(rank, folder, connection):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 import wellcond as wc
 from distributed.models import WRAPPERS, build, gather, loss_of
-from distributed.processes import run_on_two
+from distributed.processes import on_two
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]  # test_training gathers to plain keys by default
 CASES = [("vit", "fsdp"), ("gpt2", "fsdp"), ("llama", "tp"), ("llama", "fsdp over tp")]
@@ -53,19 +53,11 @@ def save_and_go_on(name, wrapper, folder):
     return {"loss": loss_of(model).item(), "refused": refused}
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    cases = [(*case, str(folder)) for case in CASES]
-    found = run_on_two(folder, save_and_go_on, cases)
-    return folder, {case[:2]: result for case, result in found.items()}
-
-
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_a_checkpoint_in_parts_becomes_a_plain_model(case, two, tmp_path):
-    folder, found = two
-    assert not isinstance(found[case], str), found[case]
-    assert "raw weights of another conditioning" in found[case]["refused"]
+def test_a_checkpoint_in_parts_becomes_a_plain_model(case, tmp_path):
+    folder, found = tmp_path, on_two(tmp_path, save_and_go_on, *case, str(tmp_path))
+    assert not isinstance(found, str), found
+    assert "raw weights of another conditioning" in found["refused"]
 
     alone = make(case[0], "alone", "balanced")
     step(alone)
@@ -81,4 +73,4 @@ def test_a_checkpoint_in_parts_becomes_a_plain_model(case, two, tmp_path):
     again = make(case[0], "alone", "balanced")
     again.load_state_dict(torch.load(tmp_path / "raw.pt", weights_only=True)["model"])
     step(again)
-    assert loss_of(again).item() == pytest.approx(found[case]["loss"], rel=1e-4)
+    assert loss_of(again).item() == pytest.approx(found["loss"], rel=1e-4)

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 
 import wellcond as wc
 from distributed.models import IMAGES, TOKENS, WRAPPERS, build, gather, gpt2, loss_of
-from distributed.processes import assert_same_everywhere, is_first, rank, run_on_two
+from distributed.processes import assert_same_everywhere, is_first, on_two, rank
 from wellcond.attention.sharding import unwrap
 
 pytestmark = pytest.mark.processes
@@ -23,11 +23,21 @@ METHODS = {
     "weight_selection": {},
     "calibrated": {},
 }
-CASES = [("vit", "fsdp", method) for method in METHODS if "tied" not in method]
-CASES += [("gpt2", "fsdp", "conditioned, tied keys"), ("gpt2", "fsdp", "default"), ("torch", "fsdp", "default")]
-CASES += [("llama", "tp", "conditioned"), ("llama", "tp", "default"), ("llama", "fsdp over tp", "gaussian")]
-CASES += [("vit", "ddp", "conditioned"), ("vit", "ddp", "default"), ("vit", "compiled ddp", "conditioned")]
-CASES += [("llama", "tp elsewhere", "conditioned"), ("gpt2", "fsdp", "calibrated"), ("vit", "ddp", "calibrated")]
+CASES = [("vit", "fsdp", method) for method in ("conditioned", "mimetic", "default", "weight_selection", "calibrated")]
+CASES += [
+    ("gpt2", "fsdp", "conditioned, tied keys"),
+    ("llama", "tp", "conditioned"),
+    ("llama", "fsdp over tp", "gaussian"),
+]
+CASES += [("vit", "ddp", "conditioned"), ("llama", "tp elsewhere", "conditioned"), ("vit", "ddp", "calibrated")]
+REST = [("vit", "fsdp", method) for method in ("conditioned, same norm", "orthogonal", "gaussian", "default, bare")]
+REST += [
+    ("gpt2", "fsdp", "default"),
+    ("torch", "fsdp", "default"),
+    ("llama", "tp", "default"),
+    ("vit", "ddp", "default"),
+]
+REST += [("vit", "compiled ddp", "conditioned"), ("gpt2", "fsdp", "calibrated")]
 
 
 def initialise(name, wrapper, method):
@@ -104,50 +114,35 @@ def from_meta(name):
     return {"refused": refused, "loss": loss.item(), "state": state if is_first() else {}}
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return run_on_two(tmp_path_factory.mktemp("two"), dispatch, [*CASES, *REFUSALS, *METAS])
-
-
-REFUSALS = [("refusal", "conditioned"), ("refusal", "not finite"), ("refusal", "tensor parallel")]
-METAS = [("from meta", "gpt2"), ("from meta", "vit")]
-
-
-def dispatch(*case):
-    if case in REFUSALS:
-        return refusal(case[1])
-    return from_meta(case[1]) if case in METAS else initialise(*case)
-
-
-@pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_two_processes_get_the_weights_of_one(case, two):
-    one = initialise(case[0], "alone", case[2])
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in REST)], ids=", ".join)
+def test_two_processes_get_the_weights_of_one(case, tmp_path):
+    two, one = on_two(tmp_path, initialise, *case), initialise(case[0], "alone", case[2])
     untouched = {name: value.clone() for name, value in build(case[0]).state_dict().items()}
-    assert not isinstance(two[case], str), two[case]
-    assert list(two[case]) == list(one)
+    assert not isinstance(two, str), two
+    assert list(two) == list(one)
     for name, value in one.items():
-        torch.testing.assert_close(two[case][name], value, rtol=1e-6, atol=1e-6, msg=name)
+        torch.testing.assert_close(two[name], value, rtol=1e-6, atol=1e-6, msg=name)
     assert any(not torch.equal(one[name], untouched[name]) for name in one)
 
 
 @pytest.mark.parametrize(
-    "case, said",
+    "what, said",
     [
-        (REFUSALS[0], "already conditioned"),
-        (REFUSALS[1], "not finite"),
-        (REFUSALS[2], "before the model is parallelised"),
+        ("conditioned", "already conditioned"),
+        ("not finite", "not finite"),
+        ("tensor parallel", "before the model is parallelised"),
     ],
 )
-def test_what_is_refused_changes_nothing_on_any_process(case, said, two):
-    assert said in two[case]
+def test_what_is_refused_changes_nothing_on_any_process(what, said, tmp_path):
+    assert said in on_two(tmp_path, refusal, what)
 
 
-@pytest.mark.parametrize("case", METAS, ids=", ".join)
-def test_a_model_built_on_the_meta_device(case, two):
-    found = two[case]
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("vit", marks=pytest.mark.slow)])
+def test_a_model_built_on_the_meta_device(name, tmp_path):
+    found = on_two(tmp_path, from_meta, name)
     assert not isinstance(found, str), found
     assert "meta device" in found["refused"]
-    plain = build(case[1])
+    plain = build(name)
     plain.load_state_dict(found["state"])
     assert loss_of(plain).item() == pytest.approx(found["loss"], rel=1e-5)
     for site in wc.find_attention(plain):

@@ -1,15 +1,15 @@
 """`measure` of a model whose weights are sharded over two processes: the numbers of the plain model, on each."""
 
+import functools
+
 import pytest
 import torch
 
 import wellcond as wc
 from distributed.models import WRAPPERS, blocks_of, build, probe_of
-from distributed.processes import run_on_two
+from distributed.processes import on_two
 
 pytestmark = pytest.mark.processes
-
-CASES = ["fsdp", "fsdp at once", "tp", "conditioned", "one head of one layer", "a broken layer", "nothing", "resume"]
 
 
 def numbers(report):
@@ -46,17 +46,17 @@ def measure(case):
     return on_both(wc.measure(model, probe_of(model).double()))
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    found = run_on_two(tmp_path_factory.mktemp("two"), measure, [(case,) for case in CASES])
-    return {case: result for (case,), result in found.items()}
+@pytest.fixture
+def two(tmp_path):
+    return functools.partial(on_two, tmp_path, measure)
 
 
 @pytest.mark.parametrize("case", ["fsdp", "fsdp at once", "tp"])
 def test_every_process_has_the_numbers_of_the_plain_model(two, case):
     model = build("llama" if case == "tp" else "vit")
-    ours, theirs = two[case]["both"]
-    assert ours == theirs and two[case]["problems"] == ["", ""]
+    found = two(case)
+    ours, theirs = found["both"]
+    assert ours == theirs and found["problems"] == ["", ""]
     for layer, expected in zip(ours, numbers(wc.measure(model, probe_of(model), kappa="pseudo")), strict=True):
         assert layer == pytest.approx(expected, rel=1e-4)
 
@@ -64,22 +64,24 @@ def test_every_process_has_the_numbers_of_the_plain_model(two, case):
 def test_corrections_are_measured_with_the_weights(two):
     model = wc.condition_(build("vit"), "balanced")
     expected = numbers(wc.measure(model, probe_of(model)))
-    assert two["conditioned"]["both"][0] == [pytest.approx(layer, rel=1e-4) for layer in expected]
+    assert two("conditioned")["both"][0] == [pytest.approx(layer, rel=1e-4) for layer in expected]
 
 
 def test_layers_and_heads_can_be_chosen(two):
     model = build("vit")
     expected = wc.measure(model, probe_of(model)).layers[1].heads[2].mean_kappa()
-    assert two["one head of one layer"]["both"][0] == [[pytest.approx(expected, rel=1e-4)]]
+    assert two("one head of one layer")["both"][0] == [[pytest.approx(expected, rel=1e-4)]]
 
 
 def test_a_layer_that_fails_leaves_the_others_and_nothing_at_all_is_an_error(two):
-    ours, theirs = two["a broken layer"]["both"]
+    found = two("a broken layer")
+    ours, theirs = found["both"]
     assert ours == theirs and len(ours[0]) == 3 and not ours[1]
-    first, second = two["a broken layer"]["problems"]
+    first, second = found["problems"]
     assert not first and second
-    assert two["nothing"].startswith("WellcondError") and "no head could be measured" in two["nothing"]
+    nothing = two("nothing")
+    assert nothing.startswith("WellcondError") and "no head could be measured" in nothing
 
 
 def test_what_sharded_models_do_not_offer_is_refused(two):
-    assert two["resume"].startswith("ValueError: resume: a model that is sharded")
+    assert two("resume").startswith("ValueError: resume: a model that is sharded")

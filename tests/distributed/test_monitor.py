@@ -5,11 +5,12 @@ import torch
 
 import wellcond as wc
 from distributed.models import IMAGES, LABELS, TOKENS, WRAPPERS, build
-from distributed.processes import rank, run_on_two
+from distributed.processes import on_two, rank
 
 pytestmark = pytest.mark.processes
 
-CASES = [("ddp", "vit"), ("fsdp", "vit"), ("tp", "llama"), ("fsdp over tp", "llama")]
+CASES = [("ddp", "vit"), ("tp", "llama"), pytest.param("fsdp", "vit", marks=pytest.mark.slow),
+         pytest.param("fsdp over tp", "llama", marks=pytest.mark.slow)]  # fmt: skip
 
 
 def part_loss(model, name, part):
@@ -40,21 +41,17 @@ def watch(wrapper, name):
     return {"tables": tables, "largest": largest[0], "unseen": len(monitor.not_seen)}
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    return run_on_two(tmp_path_factory.mktemp("monitor"), watch, CASES)
-
-
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_numbers_are_those_of_one_process(done, case):
-    model = build(case[1]).train()
+@pytest.mark.parametrize("wrapper, name", CASES)
+def test_numbers_are_those_of_one_process(wrapper, name, tmp_path):
+    done = on_two(tmp_path, watch, wrapper, name)
+    assert isinstance(done, dict), done
+    model = build(name).train()
     monitor = wc.AttentionMonitor(model, every=1, weights_every=1)
     for _ in range(2):
-        part_loss(model, case[1], slice(None))
+        part_loss(model, name, slice(None))
         monitor.step()
     monitor.close()
-    assert isinstance(done[case], dict), done[case]
     alone = torch.tensor(monitor.series.values)
-    assert done[case]["unseen"] == 0 and alone.isfinite().float().mean() > 0.9
-    torch.testing.assert_close(done[case]["tables"], alone, rtol=1e-3, atol=1e-4, equal_nan=True)
-    assert torch.equal(done[case]["largest"], done[case]["tables"][0, :, 0])
+    assert done["unseen"] == 0 and alone.isfinite().float().mean() > 0.9
+    torch.testing.assert_close(done["tables"], alone, rtol=1e-3, atol=1e-4, equal_nan=True)
+    assert torch.equal(done["largest"], done["tables"][0, :, 0])

@@ -1,24 +1,16 @@
 """`ConditionTracker` on models that two processes hold together: all take part, none waits in vain."""
 
+import functools
+
 import pytest
 import torch
 
 import wellcond as wc
 from distributed.models import TOKENS, WRAPPERS, blocks_of, build, gather, loss_of, probe_of
-from distributed.processes import rank, run_on_two
+from distributed.processes import on_two, rank
 from wellcond.attention.sharding import any_distributed, is_sharded
 
 pytestmark = pytest.mark.processes
-
-CASES = ["budget", "undisturbed", "ddp", "hopeless", "diverged", "own heads", "own batch", "after an evaluation",
-         "bfloat16", "evaluated while folded", "a bad part"]  # fmt: skip
-
-
-def track(case):
-    return {"budget": within_budget, "undisturbed": undisturbed, "ddp": under_ddp, "hopeless": hopeless,
-            "diverged": diverged, "own heads": own_heads, "own batch": own_batch,
-            "after an evaluation": after_an_evaluation, "bfloat16": in_bfloat16,
-            "evaluated while folded": evaluated_while_folded, "a bad part": a_bad_part}[case]()  # fmt: skip
 
 
 def train(model, steps, tracker=None):
@@ -153,42 +145,43 @@ def a_bad_part():
         return {"said": str(error)}
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    found = run_on_two(tmp_path_factory.mktemp("two"), track, [(case,) for case in CASES])
-    return {case: result for (case,), result in found.items()}
+@pytest.fixture
+def two(tmp_path):
+    return functools.partial(on_two, tmp_path)
 
 
 def test_one_process_decides_what_the_budget_allows(two):
-    found = two["budget"]
+    found = two(within_budget)
     assert found["same"] and found["steps"] == [step for step in (0, 3, 6, 9, 10) for _ in range(2)]
     assert found["jacobians"] and 0 not in found["jacobians"]
 
 
 def test_training_is_the_same_bit_for_bit(two):
-    tracked, plain = two["undisturbed"]["tracked"], two["undisturbed"]["plain"]
+    tracked, plain = two(undisturbed).values()
     assert all(torch.equal(tracked[name], plain[name]) for name in plain)
 
 
 def test_under_ddp_the_first_process_measures(two):
-    assert two["ddp"]["counts"] == [4, 0]
+    assert two(under_ddp)["counts"] == [4, 0]
 
 
 def test_what_cannot_be_measured_raises_on_every_process(two):
-    assert two["hopeless"].startswith("WellcondError") and "NaN" in two["hopeless"]
+    found = two(hopeless)
+    assert found.startswith("WellcondError") and "NaN" in found
 
 
 def test_a_training_that_diverged_is_recorded(two):
-    assert set(two["diverged"]["status"]) == {"failed"}
-    assert "NaN" in two["diverged"]["problem"]
+    found = two(diverged)
+    assert set(found["status"]) == {"failed"} and "NaN" in found["problem"]
 
 
 def test_a_module_with_its_own_count_of_heads_is_refused(two):
-    assert two["own heads"].startswith("UnsupportedLayoutError") and "num_heads=3" in two["own heads"]
+    found = two(own_heads)
+    assert found.startswith("UnsupportedLayoutError") and "num_heads=3" in found
 
 
 def test_every_process_has_the_points_of_the_first_ones_batch(two):
-    ours, theirs = two["own batch"]["both"]
+    ours, theirs = two(own_batch)["both"]
     assert ours == theirs
     model = build("gpt2")
     alone = wc.ConditionTracker(model, {"input_ids": TOKENS[:1]}, every=1, budget=None)
@@ -196,19 +189,18 @@ def test_every_process_has_the_points_of_the_first_ones_batch(two):
 
 
 def test_weights_that_an_evaluation_left_whole_are_sharded_all_the_same(two):
-    assert two["after an evaluation"]["steps"] == [0, 1, 2]
-    assert two["after an evaluation"]["held"] == [False, True]
+    assert two(after_an_evaluation) == {"steps": [0, 1, 2], "held": [False, True]}
 
 
 def test_what_computes_in_bfloat16_is_measured_as_it_is_stored(two):
     alone = wc.ConditionTracker(build("vit"), probe_of(build("vit")), every=1, budget=None)
-    assert two["bfloat16"]["kappas"] == pytest.approx([point.kappa_q for point in alone.points], rel=1e-5)
+    assert two(in_bfloat16)["kappas"] == pytest.approx([point.kappa_q for point in alone.points], rel=1e-5)
 
 
 def test_a_folded_model_may_be_evaluated(two):
-    losses = two["evaluated while folded"]["losses"]
+    losses = two(evaluated_while_folded)["losses"]
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
 
 
 def test_all_processes_fold_or_none(two):
-    assert "nothing was folded" in two["a bad part"]["said"]
+    assert "nothing was folded" in two(a_bad_part)["said"]

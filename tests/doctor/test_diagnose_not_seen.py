@@ -144,6 +144,8 @@ def test_a_layer_that_the_batch_does_not_reach():
     model, batch = Half(), torch.randn(2, 5, 16)
     found = wc.diagnose(model, batch)
     assert not found.layers[1].called and [finding.kind for finding in found.findings] == ["not-seen"]
+    assert found.layers[1].num_tokens is None and found.layers[1].scale_q > 0
+    assert "not called" in str(found) and "not called" in found.to_html()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(wc.WeightError, match=r"idle\.self_attn: not called on this batch.*sites="):
         wc.init_(model, "calibrated", batch=batch)

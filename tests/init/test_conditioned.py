@@ -45,15 +45,9 @@ def test_conditioned_options(orthogonal):
     wc.init_(model, "conditioned", value="orthogonal", output=True, heads="joint", orthogonal=orthogonal)
     assert_semi_orthogonal(first(model).v.read().reshape(1, 24, 24))
     assert_semi_orthogonal(site.module.proj.weight[None])
-
-
-@pytest.mark.parametrize("projections", ["q", "k", "v", "qk"])
-def test_projections_touch_nothing_else(projections):
-    model = tiny_vit()
-    before = {role: slot.read().clone() for role, slot in first(model).slots.items()}
-    wc.init_(model, "conditioned", projections=projections)
-    for role, slot in first(model).slots.items():
-        assert torch.equal(slot.read(), before[role]) is (role not in projections)
+    site = first(wc.init_(tiny_vit(), "orthogonal", orthogonal=orthogonal))
+    for role in "qkv":
+        assert_semi_orthogonal(site.slots[role].read())
 
 
 def test_match_norm_keeps_the_frobenius_norm_of_every_head():
@@ -73,12 +67,6 @@ def test_gaussian_matches_the_scale_of_semi_orthogonal():
     wc.init_(model, "gaussian", std=0.3, value="per_head", projections="qv", generator=generator())
     assert first(model).q.read().std().item() == pytest.approx(0.3, rel=0.05)
     assert torch.equal(first(model).v.read()[1], torch.eye(32, 96))
-
-
-def test_orthogonal_makes_all_three_semi_orthogonal():
-    site = first(wc.init_(tiny_vit(), "orthogonal"))
-    for role in "qkv":
-        assert_semi_orthogonal(site.slots[role].read())
 
 
 def test_grouped_queries_and_wide_heads():
@@ -135,16 +123,7 @@ def normed_tokens(*shape):
     return nn.functional.layer_norm(torch.randn(*shape, generator=generator(), dtype=F64), shape[-1:])
 
 
-STORAGES = {
-    "transposed Conv1D": gpt2,
-    "fused [3, h, d]": wide_vit,
-    "fused, nanoGPT": lambda: NanoGPTAttention(48, 3),
-    "separate": lambda: XTransformersAttention(48, heads=3, dim_head=16),
-    "torch": lambda: nn.MultiheadAttention(48, 3),
-}
-
-
-@pytest.mark.parametrize("make", STORAGES.values(), ids=STORAGES)
+@pytest.mark.parametrize("make", [gpt2, wide_vit])
 def test_keys_are_the_queries_and_every_singular_value_is_the_scale(make):
     site = first(wc.init_(make(), "conditioned", keys="tied", own_token=0.6, tokens=200, generator=generator()))
     q = site.q.read()
@@ -164,7 +143,7 @@ def test_the_scale_solves_its_equation():
     assert own_token_scale(1.0, 16, 0.5, 128) == pytest.approx(own_token_scale(0.25, 16, 0.5, 128) / 2)
 
 
-@pytest.mark.parametrize(("width", "num_heads", "tokens"), [(64, 4, 128), (64, 4, 32), (128, 4, 256), (128, 2, 512)])
+@pytest.mark.parametrize(("width", "num_heads", "tokens"), [(64, 4, 128), (64, 4, 32)])
 def test_the_last_token_gives_itself_what_was_asked_for(width, num_heads, tokens):
     site = first(wc.init_(gpt2(width, num_heads), "conditioned", keys="tied", tokens=tokens, generator=generator()))
     x = normed_tokens(100, tokens, width)
@@ -174,14 +153,6 @@ def test_the_last_token_gives_itself_what_was_asked_for(width, num_heads, tokens
     own = torch.softmax(site.scale * torch.einsum("bhd,bhnd->bhn", queries, keys), -1)[..., -1]
     assert float(own.mean()) == pytest.approx(0.5, abs=0.03)
     assert float(own.median()) == pytest.approx(0.5, abs=0.05)
-
-
-@pytest.mark.parametrize("n", [8, 64, 512])
-def test_own_token_attention_bounds_kappa_of_the_map(n):
-    average = torch.ones(n, n, dtype=F64).tril() / torch.arange(1, n + 1)[:, None]
-    for p in (0.1, 0.5, 0.9):
-        sigma = singular_values(p * torch.eye(n, dtype=F64) + (1 - p) * average)
-        assert sigma[-1] >= p and sigma[0] <= 2 - p
 
 
 def causal_kappa(model, x):
@@ -194,7 +165,7 @@ def causal_kappa(model, x):
 
 
 @pytest.mark.parametrize("shape", [(16, 48, 4), (24, 48, 4), (32, 64, 4)], ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_T11_tied_keys_condition_causal_attention_where_independent_ones_do_not(shape, seed):
     n, width, num_heads = shape
     x = nn.functional.layer_norm(torch.randn(n, width, generator=generator(seed), dtype=F64), (width,))
@@ -248,18 +219,18 @@ IMPOSSIBLE = {
     "crossattention: .* read different tokens": lambda: gpt2(n_layer=2, add_cross_attention=True),
     "multihead_attn: .* read different tokens": lambda: nn.TransformerDecoderLayer(48, 3),
     "queries and keys are normalised": lambda: wide_vit(qk_norm=True),
-    "of kind cross_covariance": lambda: timm.create_model("xcit_nano_12_p16_224", img_size=32),
+    "of kind cross_covariance": lambda: timm.create_model("xcit_nano_12_p16_224", img_size=32, depth=1),
     r"heads of width 8 .* own_token=0.5; lower it \(at most 0.3 here\)": lambda: gpt2(24, 3),
 }
 
 
-@pytest.mark.parametrize("method", ["conditioned", "gaussian"])
 @pytest.mark.parametrize("message", IMPOSSIBLE)
-def test_where_tying_is_impossible_nothing_is_changed(message, method):
+def test_where_tying_is_impossible_nothing_is_changed(message):
     model = IMPOSSIBLE[message]()
     before = {name: values.clone() for name, values in model.state_dict().items()}
-    with pytest.raises(wc.WeightError, match=message):
-        wc.init_(model, method, keys="tied")
+    for method in ("conditioned", "gaussian"):
+        with pytest.raises(wc.WeightError, match=message):
+            wc.init_(model, method, keys="tied")
     assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
 
 

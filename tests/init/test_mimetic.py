@@ -57,11 +57,12 @@ def test_mimetic_position_embedding():
         wc.init_(gpt, "mimetic", position="sincos2d")
 
 
-def test_mimetic_refuses_grouped_queries_and_changes_nothing():
+@pytest.mark.parametrize("method", ["mimetic", "mimetic_vo"])
+def test_grouped_queries_are_refused_and_nothing_changes(method):
     model = XTransformersAttention(heads=4, kv_heads=2)
     before = model.to_q.weight.clone()
     with pytest.raises(wc.UnsupportedLayoutError, match="4 query heads share 2"):
-        wc.init_(model, "mimetic")
+        wc.init_(model, method)
     assert torch.equal(model.to_q.weight, before)
 
 
@@ -112,28 +113,3 @@ def test_queries_and_keys_as_mimetic_sets_them():
     two = wc.init_(tiny_vit(), "mimetic_vo", qk="mimetic", generator=generator(2))
     for role in "qk":
         assert torch.equal(first(one).slots[role].read(), first(two).slots[role].read())
-
-
-def test_transposed_storage_gets_the_same_values_and_outputs():
-    gpt = GPT2Model(GPT2Config(n_embd=24, n_head=3, n_layer=1, vocab_size=11, n_positions=16))
-    plain = nn.MultiheadAttention(24, 3)
-    for model in (gpt, plain):
-        wc.init_(model, "mimetic_vo", rest="zero", generator=generator(5))
-    for role in "vo":
-        assert torch.equal(first(gpt).slots[role].read(), first(plain).slots[role].read())
-
-
-@pytest.mark.parametrize("options, error", [
-    ({"rest": "one"}, wc.UnknownChoiceError), ({"beta": 0.0}, wc.OptionError), ({"noise": "a"}, wc.OptionError),
-])  # fmt: skip
-def test_other_options_are_refused_and_nothing_changes(options, error):
-    model = nn.MultiheadAttention(8, 2)
-    before = model.in_proj_weight.clone()
-    with pytest.raises(error):
-        wc.init_(model, "mimetic_vo", **options)
-    assert torch.equal(model.in_proj_weight, before)
-
-
-def test_values_that_several_queries_share_are_refused():
-    with pytest.raises(wc.UnsupportedLayoutError, match="4 query heads share 2"):
-        wc.init_(XTransformersAttention(heads=4, kv_heads=2), "mimetic_vo")

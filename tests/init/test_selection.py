@@ -7,7 +7,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 import wellcond as wc
-from attention.modern import PerHead
+from attention.modern import PerHead, Stack
 from init.helpers import first, tiny_vit
 from wellcond.init.selection import select_indices
 
@@ -36,11 +36,8 @@ def test_weight_selection_blind_and_by_heads():
 
 
 def test_weight_selection_by_heads_on_transposed_storage():
-    config = {"n_layer": 1, "vocab_size": 11, "n_positions": 16}
-    teacher, student = (
-        GPT2Model(GPT2Config(n_embd=48, n_head=6, **config)),
-        GPT2Model(GPT2Config(n_embd=24, n_head=3, **config)),
-    )
+    sizes = {"n_layer": 1, "vocab_size": 11, "n_positions": 16}
+    teacher, student = (GPT2Model(GPT2Config(n_embd=8 * heads, n_head=heads, **sizes)) for heads in (6, 3))
     wc.init_(student, "weight_selection", teacher=teacher, layout="heads")
     for role in "qkv":
         assert torch.equal(first(student).slots[role].read(), first(teacher).slots[role].read()[[0, 2, 4]][:, :, ::2])
@@ -88,28 +85,10 @@ def test_weight_selection_takes_the_cross_attention_of_a_decoder():
     assert torch.equal(student["head"].weight, classifier)
 
 
-class Bank(nn.Module):
-    """Q, K, V and O in one parameter, as in modded-nanogpt."""
-
-    def __init__(self, width, num_heads):
-        super().__init__()
-        self.num_heads, self.head_dim = num_heads, width // num_heads
-        self.qkvo_w = nn.Parameter(torch.randn(4, width, width))
-
-    def forward(self, x):
-        heads = (self.num_heads, self.head_dim)
-        q, k, v = (nn.functional.linear(x, w).unflatten(-1, heads).transpose(1, 2) for w in self.qkvo_w[:3])
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        return nn.functional.linear(y, self.qkvo_w[3])
-
-
-def test_heads_are_picked_from_a_stack_of_matrices():
-    teacher, student = nn.Sequential(Bank(48, 6)), nn.Sequential(Bank(24, 3))
+@pytest.mark.parametrize("build", [Stack, PerHead])
+def test_heads_are_picked_from_stacks_of_matrices(build):
+    teacher, student = (nn.Sequential(build()) for _ in range(2))
+    for parameter in teacher.parameters():
+        nn.init.normal_(parameter)
     wc.init_(student, "weight_selection", teacher=teacher, layout="heads")
-    large, small = first(teacher), first(student)
-    for role in "qkv":
-        assert torch.equal(small.slots[role].read(), large.slots[role].read()[[0, 2, 4]][:, :, ::2])
-    assert torch.equal(small.o.read(), large.o.read()[[0, 2, 4]][:, ::2])
-    per_head, other = nn.Sequential(PerHead()), nn.Sequential(PerHead())
-    wc.init_(per_head, "weight_selection", teacher=other, layout="heads")
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in per_head.state_dict().items())
+    assert all(torch.equal(value, teacher.state_dict()[name]) for name, value in student.state_dict().items())

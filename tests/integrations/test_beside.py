@@ -44,13 +44,17 @@ def fit_transformers(folder, callback):
     return model, heard, trainer
 
 
-def test_transformers(tmp_path):
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return fit_transformers(tmp_path_factory.mktemp("plain"), None)[0]
+
+
+def test_transformers(plain, tmp_path):
     seen = []
     callback = transformers.WellcondCallback(
         measure=False, monitor={"every": 2, "weights_every": 2}, alarms=seen.append
     )
     model, heard, trainer = fit_transformers(tmp_path / "a", callback)
-    plain, _, _ = fit_transformers(tmp_path / "b", None)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     series = Series.read(tmp_path / "a" / "monitor.jsonl")
     assert series.steps == [1, 2, 4] and len(series.layers) == 2
@@ -60,10 +64,9 @@ def test_transformers(tmp_path):
     assert seen == callback.beside.monitor.alarms.raised
 
 
-def test_transformers_with_a_clip(tmp_path):
+def test_transformers_with_a_clip(plain, tmp_path):
     callback = transformers.WellcondCallback(measure=False, monitor={"every": 1}, clip=0.01)
     model, _, _ = fit_transformers(tmp_path / "a", callback)
-    plain, _, _ = fit_transformers(tmp_path / "b", None)
     clipped, whole = (one.transformer.h[0].attn.c_attn.weight.detach()[:, :48].norm() for one in (model, plain))
     assert clipped < whole
 

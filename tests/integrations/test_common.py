@@ -1,5 +1,6 @@
 """What the callbacks of every training loop share."""
 
+import math
 import random
 from collections import namedtuple
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
+from wellcond.integrations import lightning, transformers
 from wellcond.integrations.common import first_samples, on_device
 
 WORDS = {**{f"w{i}": i for i in range(30)}, "[MASK]": 30, "[PAD]": 31}
@@ -20,8 +22,10 @@ class Drawing:
 
     def __init__(self):
         self.torch, self.numpy, self.python = torch.Generator().manual_seed(1), np.random.default_rng(1), None
+        self.calls = 0
 
     def __call__(self, samples):
+        self.calls += 1
         if self.python is None:
             self.python = random.Random(1)
         return [int(torch.randint(1000, (), generator=self.torch)), self.numpy.random(), self.python.random()]
@@ -58,18 +62,8 @@ def test_a_probe_uses_up_no_number_of_a_collators_own_generators(make, used_befo
     assert str(batches[0]) == str(batches[1])
 
 
-class Counting(Drawing):
-    """A collator that also counts its calls."""
-
-    calls = 0
-
-    def __call__(self, samples):
-        self.calls += 1
-        return super().__call__(samples)
-
-
 def test_a_probe_leaves_the_collator_as_it_was():
-    collate = Counting()
+    collate = Drawing()
     first_samples(SimpleNamespace(dataset=[1, 2], collate_fn=collate), 1)
     assert collate.calls == 0 and collate.python is None
 
@@ -89,3 +83,23 @@ def test_a_batch_keeps_its_form_on_its_way_to_a_device():
     assert type(moved["pair"]) is type(pair) and moved["pair"].second == "text"
     assert moved["pair"].first.device.type == moved["states"][0].device.type == "meta"
     assert type(moved["states"]) is tuple and moved["flag"] is True and moved["none"] is None
+
+
+@pytest.mark.parametrize("make", [lightning.WellcondCallback, transformers.WellcondCallback])
+def test_bad_options_are_found_when_a_callback_is_made(make):
+    for options in (
+        {"samples": 0},
+        {"every": -1},
+        {"every": [-1]},
+        {"weights_every": True},
+        {"budget": math.nan},
+        {"budget": -0.5},
+        {"heads": 0},
+        {"batch": 3},
+        {"batch": {"labels": 3}},
+        {"per_layer": 1},
+        {"export": 3},
+        {"measure": 0},
+    ):
+        with pytest.raises(ValueError, match=rf"^{next(iter(options))}: expected"):
+            make(**options)

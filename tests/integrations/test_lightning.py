@@ -3,7 +3,6 @@
 import copy
 import csv
 import json
-import math
 import warnings
 
 import pytest
@@ -96,7 +95,7 @@ def test_it_prepares_measures_and_logs(tmp_path):
     assert run["version"] == wc.__version__ and run["input"].startswith("float32 (1, 5, 12), sha256 ")
 
 
-@pytest.mark.parametrize("options", [EVERY, {"weights_every": 1}, {}], ids=["every", "weights", "budget"])
+@pytest.mark.parametrize("options", [{"every": 2, "weights_every": 1, "budget": None}, {}], ids=["every", "budget"])
 def test_training_is_the_same_with_and_without(options, tmp_path):
     plain, _ = fit(tmp_path, None)
     watched, _ = fit(tmp_path, callback := WellcondCallback(**options))
@@ -133,7 +132,7 @@ def test_resuming_equals_not_stopping(condition, network, tmp_path):
     assert "load" in resumed.hook_calls, "the module's own hooks are called too"
 
 
-@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("weights_only", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_checkpoints_load_as_a_plain_module(weights_only, tmp_path):
     saver = ModelCheckpoint(tmp_path, "last", save_weights_only=weights_only)
     torch.manual_seed(0)
@@ -163,21 +162,16 @@ def test_checkpoints_load_as_a_plain_module(weights_only, tmp_path):
     assert [score["test_loss"] for score in scores] == pytest.approx([scores[0]["test_loss"]] * 3)
 
 
-@pytest.mark.parametrize("condition", [None, "polar"])
-def test_resuming_with_another_conditioning_is_refused(condition, tmp_path):
-    _, trainer = fit(tmp_path, WellcondCallback(**CHOICES), max_steps=2)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    with pytest.raises(wc.CheckpointMismatchError, match="another conditioning"):
-        fit(tmp_path, WellcondCallback(**(CHOICES | {"condition": condition})), ckpt_path=tmp_path / "half.ckpt")
-
-
-def test_resuming_without_the_callback_goes_on_from_the_effective_weights(tmp_path):
-    _, trainer = fit(tmp_path, WellcondCallback(**CHOICES), max_steps=2)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    effective = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]["net.0.attn.c_attn.weight"]
+def test_another_conditioning_is_refused_and_without_the_callback_effective_weights_are_trained_on(tmp_path):
+    half = tmp_path / "half.ckpt"
+    fit(tmp_path, WellcondCallback(**CHOICES), max_steps=2)[1].save_checkpoint(half)
+    for condition in (None, "polar"):
+        with pytest.raises(wc.CheckpointMismatchError, match="another conditioning"):
+            fit(tmp_path, WellcondCallback(**(CHOICES | {"condition": condition})), ckpt_path=half)
+    effective = torch.load(half, weights_only=True)["state_dict"]["net.0.attn.c_attn.weight"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        module, _ = fit(tmp_path, None, max_steps=2, ckpt_path=tmp_path / "half.ckpt")
+        module, _ = fit(tmp_path, None, max_steps=2, ckpt_path=half)
     assert any("callbacks used to create the checkpoint" in str(warning.message) for warning in caught)
     assert torch.equal(module.net[0].attn.c_attn.weight, effective)
 
@@ -195,15 +189,6 @@ def test_a_module_that_is_conditioned_in_its_constructor(tmp_path):
     assert wc.conditioning_of(module.net) and {p.step for p in callback.points} == {4}
 
 
-def test_fitting_again_does_not_initialise_again(tmp_path):
-    callback = WellcondCallback(**CHOICES)
-    module, _ = fit(tmp_path, callback)
-    before = module.state_dict()["net.0.attn.c_attn.weight"].clone()
-    make_trainer(tmp_path, callback, max_steps=1).fit(module, loader())
-    moved = (module.state_dict()["net.0.attn.c_attn.weight"] - before).abs().max()
-    assert 0 < moved < 0.05, "one step of Adam at 1e-2, not new weights"
-
-
 def test_accumulated_gradients_count_steps_of_the_optimiser(tmp_path):
     callback = WellcondCallback(**EVERY)
     fit(tmp_path, callback, accumulate_grad_batches=2)
@@ -216,13 +201,16 @@ class Stream(IterableDataset):
 
 
 def test_bad_input(tmp_path):
-    with pytest.raises(wc.UnknownChoiceError, match="xavier"):
-        WellcondCallback(init="xavier")
-    with pytest.raises(wc.UnknownChoiceError, match="evry"):
-        WellcondCallback(evry=3)
-    with pytest.raises(ValueError, match=r"export: expected a file named \*.safetensors"):
-        WellcondCallback(export="plain.pt")
-    with pytest.raises(ValueError, match=r"network: expected a part of the module \('net', 'dropout'\), got 'model'"):
+    for options, said in (
+        ({"init": "xavier"}, "xavier"),
+        ({"evry": 3}, "evry"),
+        ({"export": "plain.pt"}, r"export: .*\*.safetensors"),
+        ({"network": 3}, "network: expected"),
+        ({"init": "calibrated"}, "give batch="),
+    ):
+        with pytest.raises(ValueError, match=said):
+            WellcondCallback(**options)
+    with pytest.raises(ValueError, match=r"network: .*'net', 'dropout'.*'model'"):
         fit(tmp_path, WellcondCallback(condition="balanced", network="model"))
     stream = DataLoader(Stream(), batch_size=4)
     with pytest.raises(ValueError, match="batch: expected one to measure with"):
@@ -231,31 +219,6 @@ def test_bad_input(tmp_path):
     assert callback.points
     fit(tmp_path, callback := WellcondCallback(condition="balanced", measure=False), data=stream)
     assert not callback.points
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"samples": 0}, "samples: expected .* got 0"),
-        ({"every": -1}, "every: expected .* got -1"),
-        ({"every": [-1]}, r"every: expected .* got \[-1\]"),
-        ({"weights_every": True}, "weights_every: expected .* got True"),
-        ({"budget": math.nan}, "budget: expected .* got nan"),
-        ({"budget": -0.5}, "budget: expected .* got -0.5"),
-        ({"heads": 0}, "heads: expected .* got 0"),
-        ({"batch": 3}, "batch: expected what the model is called with .* got 3"),
-        ({"batch": {"labels": 3}}, "batch: expected .* a dict without a tensor"),
-        ({"batch": "text"}, "batch: expected .* got 'text'"),
-        ({"per_layer": 1}, "per_layer: expected True or False, got 1"),
-        ({"export": 3}, "export: expected"),
-        ({"measure": 0}, "measure: expected True or False, got 0"),
-        ({"network": 3}, "network: expected"),
-        ({"init": "calibrated"}, "init='calibrated' sets scales on a batch, and none was given; give batch="),
-    ],
-)
-def test_bad_options_are_found_when_it_is_made(options, said):
-    with pytest.raises(ValueError, match=said):
-        WellcondCallback(**options)
 
 
 def test_calibrated_takes_the_batch(tmp_path):
@@ -307,17 +270,22 @@ def test_the_export_is_of_averaged_weights(callback_first, tmp_path):
 
 def test_a_compiled_network_is_exported_under_its_own_names(tmp_path):
     module = Classifier()
-    module.net = torch.compile(module.net, backend="eager")
-    fit(tmp_path, WellcondCallback(**CHOICES, export=tmp_path / "plain.safetensors"), module)
+    module.net = torch.compile(wc.condition_(module.net, "balanced"), backend="eager")
+    export(module, tmp_path / "plain.safetensors", network="net")
     stack().load_state_dict(load_file(tmp_path / "plain.safetensors"))
 
 
-def test_a_new_network_is_prepared_and_a_folded_one_refused(tmp_path):
-    module, _ = fit(tmp_path, WellcondCallback(**CHOICES))
+def test_fitting_again_prepares_a_new_network_only_and_refuses_a_folded_one(tmp_path):
+    callback = WellcondCallback(**CHOICES)
+    module, _ = fit(tmp_path, callback, max_steps=1)
+    before = module.state_dict()["net.0.attn.c_attn.weight"].clone()
+    fit(tmp_path, callback, module, max_steps=1)
+    moved = (module.state_dict()["net.0.attn.c_attn.weight"] - before).abs().max()
+    assert 0 < moved < 0.05, "one step of Adam at 1e-2, not new weights"
     module.net = stack()
-    fit(tmp_path, WellcondCallback(**CHOICES), module)
+    fit(tmp_path, WellcondCallback(**CHOICES), module, max_steps=1)
     assert wc.conditioning_of(module.net)["method"] == "balanced"
     wc.fold_(module)
     with pytest.raises(ValueError, match="folded since"):
         fit(tmp_path, WellcondCallback(**CHOICES), module)
-    fit(tmp_path, WellcondCallback(network="net", **EVERY), module)
+    fit(tmp_path, WellcondCallback(network="net", **EVERY), module, max_steps=1)

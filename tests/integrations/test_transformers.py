@@ -2,7 +2,6 @@
 
 import ast
 import json
-import math
 import random
 
 import numpy as np
@@ -65,10 +64,9 @@ class Recorder(TrainerCallback):
         self.seen.append((state.global_step, dict(logs)))
 
 
-@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "vit"))])
-def test_numbers_reach_history_reporters_and_file(name, tmp_path):
+def test_numbers_reach_history_reporters_console_and_file(tmp_path, capfd):
     recorder = Recorder()  # before ours in the list, as every reporter is
-    trainer = make_trainer(conditioned(name), name, tmp_path, [recorder])
+    trainer = make_trainer(conditioned("bert"), "bert", tmp_path, [recorder], disable_tqdm=False)
     callback = WellcondCallback(**EVERY, per_layer=True).add_to(trainer)
     trainer.train()
 
@@ -89,33 +87,28 @@ def test_numbers_reach_history_reporters_and_file(name, tmp_path):
     run = callback.tracker.run
     assert lines == [p.to_json_dict() | run for p in callback.points]
     assert run["model"].startswith(type(trainer.model).__name__) and run["version"] == wc.__version__
+    assert_three_numbers("".join(capfd.readouterr()))
 
 
-@pytest.mark.parametrize("with_bar", [False, True])
-def test_the_console_shows_three_numbers(with_bar, tmp_path, capfd):
-    trainer = make_trainer(conditioned("bert"), "bert", tmp_path, disable_tqdm=not with_bar)
-    WellcondCallback(**EVERY, per_layer=True).add_to(trainer)
-    trainer.train()
-    printed = "".join(capfd.readouterr())
+def assert_three_numbers(printed):
+    """What the console shows of a run that logged three times."""
     lines = [line for line in printed.splitlines() if "wellcond/" in line]
     assert len(lines) == 3
+    shown = ["wellcond/pseudo_kappa_jacobian_worst", "wellcond/entropy", "wellcond/dead_heads", "epoch"]
     for line in lines:
-        shown = ast.literal_eval(line[line.index("{") : line.index("}") + 1])
-        assert list(shown) == [
-            "wellcond/pseudo_kappa_jacobian_worst", "wellcond/entropy", "wellcond/dead_heads", "epoch"
-        ]  # fmt: skip
+        assert list(ast.literal_eval(line[line.index("{") : line.index("}") + 1])) == shown
     assert sum("'loss'" in line for line in printed.splitlines()) == 4
-    assert max(len(entry) for entry in trainer.state.log_history) > 20
 
 
 def test_callbacks_argument_logs_to_history_and_says_what_it_cannot_reach(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     pytest.importorskip("tensorboard")
-    trainer = make_trainer(bert(), "bert", tmp_path, [WellcondCallback(**EVERY)], report_to=["tensorboard"])
+    options = {"report_to": ["tensorboard"], "max_steps": 1}
+    trainer = make_trainer(bert(), "bert", tmp_path, [WellcondCallback(**EVERY)], **options)
     with pytest.warns(UserWarning, match=r"cannot reach tensorboard.*add_to\(trainer\)"):
         trainer.train()
-    assert [e["step"] for e in trainer.state.log_history if "wellcond/kappa_q_worst" in e] == [0, 2, 4]
-    quiet = make_trainer(bert(), "bert", tmp_path / "quiet", [WellcondCallback(**EVERY)])
+    assert [e["step"] for e in trainer.state.log_history if "wellcond/kappa_q_worst" in e] == [0, 1]
+    quiet = make_trainer(bert(), "bert", tmp_path / "quiet", [WellcondCallback(**EVERY)], max_steps=1)
     quiet.train()
     assert (tmp_path / "quiet" / "wellcond.jsonl").exists()
 
@@ -162,15 +155,18 @@ class Augmented:
 
 
 @pytest.mark.parametrize("options", [EVERY, pytest.param({}, marks=pytest.mark.slow)], ids=["every", "budget"])
-def test_training_is_the_same_with_and_without(options, tmp_path):
+def test_training_is_the_same_with_and_without(options, tmp_path, capfd):
     found = []
     for watched in (False, True):
         model = conditioned("gpt2")
         trainer = make_trainer(model, "gpt2", tmp_path / str(watched), data=Augmented(samples("gpt2")))
         if watched:
             callback = WellcondCallback(**options).add_to(trainer)
+        capfd.readouterr()
         trainer.train()
         found.append((losses(trainer), [p.clone() for p in model.parameters()]))
+    if options:
+        assert_three_numbers("".join(capfd.readouterr()))  # of a console without a bar
     assert callback.points
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
@@ -186,32 +182,10 @@ def test_a_stream_needs_a_batch(tmp_path):
     WellcondCallback(**EVERY).add_to(trainer)
     with pytest.raises(ValueError, match=r"batch: expected one to measure with.*Stream"):
         trainer.train()
-    trainer = make_trainer(bert(), "bert", tmp_path, data=Stream())
+    trainer = make_trainer(bert(), "bert", tmp_path, data=Stream(), max_steps=1)
     callback = WellcondCallback(inputs("bert"), **EVERY).add_to(trainer)
     trainer.train()
-    assert {p.step for p in callback.points} == {0, 2, 4}
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"samples": 0}, "samples: expected .* got 0"),
-        ({"every": -1}, "every: expected .* got -1"),
-        ({"every": [-1]}, r"every: expected .* got \[-1\]"),
-        ({"weights_every": True}, "weights_every: expected .* got True"),
-        ({"budget": math.nan}, "budget: expected .* got nan"),
-        ({"budget": -0.5}, "budget: expected .* got -0.5"),
-        ({"heads": 0}, "heads: expected .* got 0"),
-        ({"batch": 3}, "batch: expected what the model is called with .* got 3"),
-        ({"batch": {"labels": 3}}, "batch: expected .* a dict without a tensor"),
-        ({"batch": "text"}, "batch: expected .* got 'text'"),
-        ({"per_layer": 1}, "per_layer: expected True or False, got 1"),
-        ({"export": 3}, "export: expected"),
-    ],
-)
-def test_bad_options_are_found_when_it_is_made(options, said):
-    with pytest.raises(ValueError, match=said):
-        WellcondCallback(**options)
+    assert {p.step for p in callback.points} == {0, 1}
 
 
 def test_calibrated_takes_a_batch():
@@ -237,9 +211,11 @@ def test_calibrated_without_a_batch_leaves_the_model_as_it_was(batch, said):
 
 
 def test_jacobians_are_logged_where_they_are_new_and_the_overhead_counts_everything(tmp_path):
-    trainer = make_trainer(bert(), "bert", tmp_path)
+    accumulated = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    trainer = make_trainer(bert(), "bert", tmp_path, **accumulated)
     callback = WellcondCallback(every={2}, weights_every=1, budget=None).add_to(trainer)
     trainer.train()
+    assert sorted({p.step for p in callback.points}) == [0, 1, 2, 3, 4], "steps of the optimiser"
     history = [entry for entry in trainer.state.log_history if "wellcond/kappa_q_worst" in entry]
     assert [("wellcond/kappa_jacobian_worst" in entry, "wellcond/logit_std" in entry) for entry in history] == [
         (entry["step"] == 2, True) for entry in history
@@ -249,14 +225,7 @@ def test_jacobians_are_logged_where_they_are_new_and_the_overhead_counts_everyth
     assert "wellcond/overhead" not in history[0] and history[-1]["wellcond/overhead"] > 0
 
 
-def test_gradient_accumulation_counts_steps_of_the_optimiser(tmp_path):
-    trainer = make_trainer(bert(), "bert", tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=2)
-    callback = WellcondCallback(**EVERY).add_to(trainer)
-    trainer.train()
-    assert sorted({p.step for p in callback.points}) == [0, 2, 4]
-
-
-@pytest.mark.parametrize("family", ["T5", "Bart"])
+@pytest.mark.parametrize("family", ["T5", pytest.param("Bart", marks=pytest.mark.slow)])
 def test_an_encoder_decoder_is_measured_with_what_its_labels_give_the_decoder(family, tmp_path):
     common = {"vocab_size": 32, "d_model": 16, "decoder_start_token_id": 0, "pad_token_id": 0}
     sizes = {

@@ -259,12 +259,10 @@ def _saturation(
     gradient (theory.md, section 7.1).
     """
     for site in sites:
-        if site.kind != "softmax" or site.scale is None or site.qk_norm is not None or site.cross:
-            continue
-        gap = site.scale * lams["q"] * lams["k"] * min(site.head_dim, site.in_features)
         known = num_tokens or count_positions(model, site)
         limit = math.log(known or SHORT) + 5
-        if gap > limit:
+        gap = own_logit_gap(site, lams)
+        if gap is not None and gap > limit:
             at = f"at N = {known} tokens" if known else f"at N = {SHORT}; how many tokens this model reads is not known"
             yield (
                 f"{site.name or 'the model'}: lam={lams['q']:g} saturates the softmax: each token's own logit exceeds "
@@ -273,6 +271,13 @@ def _saturation(
                 f"{RECORDS} condition_(model, 'balanced') leaves the scale of the logits as it is."
             )
             return
+
+
+def own_logit_gap(site: AttentionSite, lams: Mapping[str, float]) -> float | None:
+    """How far lam I on Q and K raises a token's own logit, s lam_q lam_k d; None where the weights do not set it."""
+    if site.kind != "softmax" or site.scale is None or site.qk_norm is not None or site.cross:
+        return None
+    return site.scale * lams["q"] * lams["k"] * min(site.head_dim, site.in_features)
 
 
 def count_positions(model: nn.Module, site: AttentionSite) -> int | None:

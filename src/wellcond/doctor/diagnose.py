@@ -19,7 +19,7 @@ from wellcond.attention.record import Field, ForwardRecord, SiteRecord, by_head,
 from wellcond.attention.sharding import full_tensor, to_local, unwrap
 from wellcond.attention.site import AttentionSite, Block
 from wellcond.attention.slot import conditioning_of
-from wellcond.conditioning.methods import per_projection
+from wellcond.conditioning.methods import own_logit_gap, per_projection
 from wellcond.doctor.records import MOST_TOKENS, THRESHOLDS, Diagnosis, LayerFacts, NotFinite, TokenFacts
 from wellcond.doctor.rules import judge
 from wellcond.doctor.weights import NO_BATCH, spectral_facts
@@ -139,18 +139,7 @@ def examine(
             fields["logit_spread"] = None  # all keys but one look as if they were masked
         fields |= _not_seen(one, seen.get(site.name))
         fields["saturation"] = _saturation(site, correction, fields.get("num_tokens"))
-        facts.append(
-            LayerFacts(
-                name=site.name,
-                kind=site.kind,
-                num_heads=site.num_heads,
-                num_kv_heads=site.num_kv_heads,
-                head_dim=site.head_dim,
-                width=site.in_features,
-                qk_norm=site.qk_norm is not None or site.kind == "cross_covariance",
-                **fields,
-            )
-        )
+        facts.append(_facts(site, fields))
     return tuple(facts), _of_embeddings(model, layers, found, sites), _find_not_finite(model, watch)
 
 
@@ -159,22 +148,21 @@ def examine_weights(
 ) -> tuple[tuple[LayerFacts, ...], TokenFacts, NotFinite | None]:
     """Describe every attention layer by its weights alone; nothing runs."""
     weights = _in_weights(model)
-    facts = [
-        LayerFacts(
-            name=site.name,
-            kind=site.kind,
-            num_heads=site.num_heads,
-            num_kv_heads=site.num_kv_heads,
-            head_dim=site.head_dim,
-            width=site.in_features,
-            qk_norm=site.qk_norm is not None or site.kind == "cross_covariance",
-            not_seen=(NO_BATCH,),
-            **_of_weights(site),
-            **spectral_facts(site),
-        )
-        for site in sites
-    ]
+    facts = [_facts(site, {"not_seen": (NO_BATCH,)} | _of_weights(site) | spectral_facts(site)) for site in sites]
     return tuple(facts), TokenFacts(), NotFinite(weights=weights) if weights else None
+
+
+def _facts(site: AttentionSite, fields: Mapping[str, Any]) -> LayerFacts:
+    return LayerFacts(
+        name=site.name,
+        kind=site.kind,
+        num_heads=site.num_heads,
+        num_kv_heads=site.num_kv_heads,
+        head_dim=site.head_dim,
+        width=site.in_features,
+        qk_norm=site.qk_norm is not None or site.kind == "cross_covariance",
+        **fields,
+    )
 
 
 def is_fresh(model: nn.Module) -> bool | None:
@@ -371,16 +359,13 @@ def _shares(site: AttentionSite, block: Block | None) -> dict[str, Any]:
 
 
 def _saturation(site: AttentionSite, correction: dict[str, Any] | None, num_tokens: int | None) -> float | None:
-    """How far lam I on Q and K raises a token's own logit, s lam_q lam_k d, relative to ln N + 5."""
-    if correction is None or correction.get("method") != "identity" or num_tokens is None or site.scale is None:
-        return None
-    if site.kind != "softmax" or site.qk_norm is not None or site.cross:
+    """How far lam I on Q and K raises a token's own logit, relative to ln N + 5."""
+    if correction is None or correction.get("method") != "identity" or num_tokens is None:
         return None
     if not (site.q.is_corrected and site.k.is_corrected):
         return None
-    lams = per_projection(correction["lam"])
-    gap = site.scale * lams["q"] * lams["k"] * min(site.head_dim, site.in_features)
-    return _defined(gap / (math.log(num_tokens) + 5))
+    gap = own_logit_gap(site, per_projection(correction["lam"]))
+    return None if gap is None else _defined(gap / (math.log(num_tokens) + 5))
 
 
 # Numbers that are not finite

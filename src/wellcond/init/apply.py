@@ -257,11 +257,6 @@ def register_init(
     return decorate
 
 
-def head_write(site: AttentionSite, role: str, values: Tensor) -> Write:
-    """Plan new heads for one projection of one site."""
-    return Write(f"{site.name} ({role})", site.slots[role], values)
-
-
 def checked(context: InitContext, planned: Iterable[Planned]) -> Iterator[Write]:
     """What a method yields, as writes that were checked; in a sharded model every rank has the values of rank 0.
 
@@ -288,9 +283,18 @@ def _named(context: InitContext, entry: object) -> Write:
             f"{describe(entry)}"
         )
     target, values = entry
+    name = _name_of(context, target)
+    check_tensor(name, values)
+    return Write(name, target, values.detach())
+
+
+def _name_of(context: InitContext, target: Slot | Tensor) -> str:
+    for site in context.sites:
+        for role, slot in site.slots.items():
+            if slot is target:
+                return f"{site.name} ({role})"
     stored = target.parameter if isinstance(target, Slot) else target
     for name, parameter in context.model.named_parameters():
         if parameter is stored:
-            check_tensor(name, values)
-            return Write(name, target, values.detach())
+            return name
     raise WeightError(f"expected a parameter of this model, got {describe(stored)}; nothing was changed")

@@ -28,7 +28,7 @@ from wellcond.attention.evaluation import plain_copy
 from wellcond.attention.layout import is_conv1d
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import UnsupportedLayoutError
-from wellcond.init.apply import InitContext, Write, head_write, register_init
+from wellcond.init.apply import InitContext, Planned, Write, register_init
 from wellcond.init.tokens import embedding_layers
 from wellcond.linalg.orthogonal import draw_normal
 
@@ -58,7 +58,7 @@ def refuse(site: AttentionSite, problem: str) -> UnsupportedLayoutError:
 @register_init("default")
 def default(
     context: InitContext, *, rule: Literal["family", "torch"] = "family", output: bool = True
-) -> Iterator[Write]:
+) -> Iterator[Planned]:
     """Plan Q, K, V (and W_O) as the model's own initialisation would draw them, biases included.
 
     Args:
@@ -67,20 +67,15 @@ def default(
             nn.Linear does, uniform within 1/sqrt(in_features), which timm's ``weight_init="skip"`` amounts to.
         output: include W_O.
     """
-    slots = [
-        (f"{site.name} ({role}", slot)
-        for site in context.sites
-        for role, slot in site.slots.items()
-        if role != "o" or output
-    ]
+    slots = [slot for site in context.sites for role, slot in site.slots.items() if role != "o" or output]
     if rule == "torch":
-        for what, slot in slots:
+        for slot in slots:
             bound = slot.in_features**-0.5
-            yield Write(f"{what})", slot, draw_uniform(tuple(slot.read_raw().shape), context) * bound)
+            yield slot, draw_uniform(tuple(slot.read_raw().shape), context) * bound
             bias = slot.read_bias()
             if bias is not None:
                 drawn = draw_uniform(tuple(bias.shape), context) * bound
-                yield Write(f"{what} bias)", slot, drawn, to_bias=True)
+                yield Write(f"the bias beside {slot.weight_name}", slot, drawn, to_bias=True)
         return
     # The model's own code draws from the global generator: give it a fork, seeded from ours.
     seed = int(torch.randint(2**62, (), generator=context.generator, device=_device(context.generator)))
@@ -90,15 +85,15 @@ def default(
         torch.default_generator.manual_seed(seed)
         run_family_initialisation(replica)
     counterparts = dict(zip(context.model.modules(), replica.modules(), strict=True))
-    for what, slot in slots:
+    for slot in slots:
         fresh = counterparts[slot.owner]._parameters[slot.weight_name]
         assert fresh is not None
-        yield Write(f"{what})", slot, slot.take_heads(fresh.detach()))
+        yield slot, slot.take_heads(fresh.detach())
         bias = slot.stored_bias()
         if slot.bias_name is not None and bias is not None:
             fresh = counterparts[slot.bias_owner or slot.owner]._parameters.get(slot.bias_name)
             if fresh is not None:
-                yield Write(f"{what} bias)", bias, fresh.detach())
+                yield Write(slot.bias_name, bias, fresh.detach())
 
 
 def run_family_initialisation(model: nn.Module) -> None:
@@ -167,7 +162,7 @@ def _reset(module: nn.Module) -> None:
 
 
 @register_init("nanochat")
-def nanochat(context: InitContext, *, distribution: Distribution = "uniform") -> Iterator[Write]:
+def nanochat(context: InitContext, *, distribution: Distribution = "uniform") -> Iterator[Planned]:
     """Q, K and V independent of standard deviation 1/sqrt(D), W_O zero; biases stay.
 
     Args:
@@ -188,15 +183,15 @@ def nanochat(context: InitContext, *, distribution: Distribution = "uniform") ->
                 drawn = draw_normal(shape, generator=context.generator) * slot.in_features**-0.5
             else:
                 drawn = draw_uniform(shape, context) * (3 / slot.in_features) ** 0.5
-            yield head_write(site, role, drawn)
-        yield head_write(site, "o", torch.zeros(site.o.num_heads, site.o.out_features, site.o.head_dim))
+            yield slot, drawn
+        yield site.o, torch.zeros(site.o.num_heads, site.o.out_features, site.o.head_dim)
 
 
 # What others have proposed for whole blocks, attention and MLP.
 
 
 @register_init("small")
-def small(context: InitContext, *, gamma: PositiveFloat = 0.8) -> Iterator[Write]:
+def small(context: InitContext, *, gamma: PositiveFloat = 0.8) -> Iterator[Planned]:
     """Every matrix of the blocks Gaussian with standard deviation fan_in^-gamma; biases, norms and tokens stay.
 
     Args:
@@ -207,11 +202,11 @@ def small(context: InitContext, *, gamma: PositiveFloat = 0.8) -> Iterator[Write
     """
     for matrix in block_matrices(context.model, context.sites):
         drawn = draw_normal(tuple(matrix.parameter.shape), generator=context.generator)
-        yield Write(matrix.name, matrix.parameter, drawn * matrix.fan_in**-gamma)
+        yield matrix.parameter, drawn * matrix.fan_in**-gamma
 
 
 @register_init("t_fixup")
-def t_fixup(context: InitContext) -> Iterator[Write]:
+def t_fixup(context: InitContext) -> Iterator[Planned]:
     """Xavier's rule for every matrix of the blocks; V, W_O, MLPs and word embeddings shrunk with depth; biases stay.
 
     Norms and warm-up, which the paper leaves out, are the model's and the schedule's. Embeddings of patches stay.
@@ -229,14 +224,14 @@ def t_fixup(context: InitContext) -> Iterator[Write]:
             fan_in, fan_out = (rows, slot.out_features) if role == "o" else (slot.in_features, rows)
             shape = (slot.num_heads, fan_out, slot.head_dim) if role == "o" else (*slot.rows.shape, fan_in)
             scale = math.sqrt(2 / (fan_in + fan_out)) * (shrink if role in ("o", site.roles["value"]) else 1.0)
-            yield head_write(site, role, draw_normal(shape, generator=context.generator) * scale)
+            yield slot, draw_normal(shape, generator=context.generator) * scale
     for matrix in matrices:
         if id(matrix.parameter) not in held:
             drawn = draw_normal(tuple(matrix.parameter.shape), generator=context.generator)
             scale = shrink * math.sqrt(2 / (matrix.fan_in + matrix.fan_out))
-            yield Write(matrix.name, matrix.parameter, drawn * scale)
-    for name, layer in embedding_layers(context.model):
+            yield matrix.parameter, drawn * scale
+    for _, layer in embedding_layers(context.model):
         if isinstance(layer, nn.Embedding):
             drawn = draw_normal(tuple(layer.weight.shape), generator=context.generator)
             scale = (9 * depth) ** -0.25 * layer.embedding_dim**-0.5
-            yield Write(f"{name}.weight", layer.weight, drawn * scale)
+            yield layer.weight, drawn * scale

@@ -24,7 +24,7 @@ from wellcond.attention.checks import choose_projections
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import OptionError, WeightError
-from wellcond.init.apply import InitContext, Write, head_write, register_init
+from wellcond.init.apply import InitContext, Planned, register_init
 from wellcond.linalg.orthogonal import Source, draw_normal, identity_heads, random_semi_orthogonal
 
 Value = Literal["per_head", "joint", "orthogonal"]
@@ -89,7 +89,7 @@ def conditioned(
     keys: Keys = "independent",
     own_token: float = 0.5,
     tokens: int = 128,
-) -> Iterator[Write]:
+) -> Iterator[Planned]:
     """W_Q and W_K semi-orthogonal, W_V the rectangular identity (paper C, section 3.3).
 
     Args:
@@ -125,9 +125,9 @@ def conditioned(
                 weights = _semi_orthogonal_heads(slot, context, orthogonal, heads)
                 weights = weights * (value_factor if role == linear_path else scale)
             keep_norm = match_norm or (keep_value_norm and role == linear_path)
-            yield head_write(site, role, _with_norm_of(slot, weights) if keep_norm else weights)
+            yield slot, _with_norm_of(slot, weights) if keep_norm else weights
         if output and site.o is not None:
-            yield head_write(site, "o", _output_heads(site, context, output, orthogonal))
+            yield site.slots["o"], _output_heads(site, context, output, orthogonal)
 
 
 def _with_norm_of(slot: Slot, weights: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _output_heads(site: AttentionSite, context: InitContext, kind: Output, sourc
 @register_init("orthogonal", check=check_keys, warn=warn_of_values)
 def orthogonal(
     context: InitContext, *, orthogonal: Source = "svd", heads: Heads = "independent", projections: str = "qkv"
-) -> Iterator[Write]:
+) -> Iterator[Planned]:
     """Q, K and V all semi-orthogonal: `conditioned` without the identity."""
     yield from conditioned(context, orthogonal=orthogonal, heads=heads, value="orthogonal", projections=projections)
 
@@ -168,7 +168,7 @@ def gaussian(
     keys: Keys = "independent",
     own_token: float = 0.5,
     tokens: int = 128,
-) -> Iterator[Write]:
+) -> Iterator[Planned]:
     """Independent normal entries of standard deviation 1/sqrt(D): the control that matches only the scale.
 
     Each head has the same expected Frobenius norm sqrt(d) as a semi-orthogonal one.
@@ -189,13 +189,13 @@ def gaussian(
             slot = site.slots[role]
             if role == site.roles["value"] and value != "gaussian":
                 identity = identity_heads(slot.num_heads, slot.head_dim, slot.in_features, value)
-                yield head_write(site, role, identity)
+                yield slot, identity
                 continue
             if not (keys == "tied" and role == "k"):
                 shape = (*slot.rows.shape, slot.in_features)
                 normal = draw_normal(shape, generator=context.generator, device=slot.parameter.device)
             usual = slot.in_features**-0.5 * (scale if role in "qk" else 1.0)
-            yield head_write(site, role, normal * (usual if std is None else std))
+            yield slot, normal * (usual if std is None else std)
 
 
 def tied_scale(site: AttentionSite, own_token: float, tokens: int) -> float:

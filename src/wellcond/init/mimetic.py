@@ -24,7 +24,7 @@ from torch import Tensor
 
 from wellcond.arguments import PositiveFloat
 from wellcond.attention.site import AttentionSite
-from wellcond.init.apply import InitContext, Write, head_write, register_init
+from wellcond.init.apply import InitContext, Planned, register_init
 from wellcond.init.baselines import Distribution, draw_uniform, refuse
 from wellcond.init.tokens import Position, position_writes
 from wellcond.linalg.orthogonal import draw_normal
@@ -43,7 +43,7 @@ def mimetic(
     noise: Distribution = "uniform",
     position: Position = "keep",
     transposes: Literal["correct", "released"] = "correct",
-) -> Iterator[Write]:
+) -> Iterator[Planned]:
     """Plan mimetic weights for Q, K (per head) and V, O (per layer).
 
     Args:
@@ -72,9 +72,9 @@ def mimetic(
         product = _noisy_identity(width, value_noise, value_sign * value_identity, noise, context)
         w_v, w_o = _factor(product, width)
         stored_v, stored_o = (w_v.T, w_o.T) if transposes == "correct" else (w_v, w_o)
-        yield head_write(site, value, stored_v.reshape(site.num_heads, site.head_dim, width))
+        yield site.slots[value], stored_v.reshape(site.num_heads, site.head_dim, width)
         heads_o = stored_o.reshape(width, site.num_heads, site.head_dim).transpose(0, 1)
-        yield head_write(site, "o", heads_o)
+        yield site.slots["o"], heads_o
     yield from position_writes(context.model, position)
 
 
@@ -84,13 +84,13 @@ def _query_and_key(
     noise: float = 0.7,
     identity: float = 0.7,
     distribution: Distribution = "uniform",
-) -> Iterator[Write]:
+) -> Iterator[Planned]:
     pairs = [
         _factor(_noisy_identity(site.in_features, noise, identity, distribution, context), site.head_dim)
         for _ in range(site.num_heads)
     ]
-    yield head_write(site, site.roles["query"], torch.stack([left.T for left, _ in pairs]))
-    yield head_write(site, site.roles["key"], torch.stack([right for _, right in pairs]))
+    yield site.by_role("query"), torch.stack([left.T for left, _ in pairs])
+    yield site.by_role("key"), torch.stack([right for _, right in pairs])
 
 
 def _noisy_identity(width: int, noise: float, identity: float, kind: Distribution, context: InitContext) -> Tensor:
@@ -137,7 +137,7 @@ def mimetic_vo(
     noise: float = 0.01,
     rest: Literal["keep", "zero"] = "keep",
     qk: Literal["keep", "mimetic"] = "keep",
-) -> Iterator[Write]:
+) -> Iterator[Planned]:
     """V and O of each head as plus and minus sqrt(beta) I on its own coordinates, with noise on all entries.
 
     Head h reads coordinates hd..(h+1)d of the tokens, and W_O writes their average back, beta times, with the other
@@ -164,7 +164,8 @@ def mimetic_vo(
         own = torch.block_diag(*torch.ones(heads, d, d)).reshape(heads, d, width).bool()
         identity = beta**0.5 * torch.eye(width).reshape(heads, d, width)
         for role, inside, block in ((site.roles["value"], own, identity), ("o", own.mT, -identity.mT)):
-            now = site.slots[role].read_raw().detach().float().cpu()
+            slot = site.slots[role]
+            now = slot.read_raw().detach().float().cpu()
             outside = now if rest == "keep" else torch.zeros_like(now)
             drawn = noise * draw_normal(tuple(now.shape), generator=context.generator)
-            yield head_write(site, role, torch.where(inside, block, outside) + drawn.cpu())
+            yield slot, torch.where(inside, block, outside) + drawn.cpu()
