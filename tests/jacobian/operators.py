@@ -3,7 +3,9 @@
 import math
 
 import torch
+from hypothesis import strategies as st
 
+from wellcond.jacobian.head import Head
 from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
 from wellcond.jacobian.softmax import SoftmaxJacobian
 from wellcond.jacobian.solve import operator_spectrum
@@ -23,6 +25,23 @@ def causal(n):
 def normals(seed):
     generator = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(*shape, generator=generator, dtype=F64)
+
+
+@st.composite
+def random_heads(draw, min_width=1, even=False):
+    """Self or cross attention; N > D, N < D, N = 1; grouped queries; masks; biases."""
+    n, m = draw(st.integers(1, 7)), draw(st.sampled_from([None, None, 1, 5]))
+    D, E = draw(st.integers(1, 8)), draw(st.integers(1, 6))
+    d, dv, g = draw(st.integers(min_width, 4)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
+    d, E = 2 * ((d + 1) // 2) if even else d, D if m is None else E
+    normal, biased = normals(draw(st.integers(0, 10_000))), draw(st.booleans())
+    masked = draw(st.booleans())
+    mask = None if not masked else causal(n) if m is None else normal(n, m)
+    return Head(
+        normal(n, D), normal(g, d, D), normal(d, E), normal(dv, E), 0.7, y=None if m is None else normal(m, E),
+        b_q=normal(g, d) if biased else None, b_k=normal(d) if biased else None, b_v=normal(dv) if biased else None,
+        mask=mask,
+    )  # fmt: skip
 
 
 def numerical_rank(sigma, rtol=1e-11):

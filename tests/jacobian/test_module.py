@@ -1,9 +1,8 @@
-"""Any attention, differentiated through its own module: values, products, finite differences."""
+"""Any attention, differentiated through its own module: values, products, finite differences, and its samples."""
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
+import threading
 
 import pytest
 import timm
@@ -11,147 +10,80 @@ import torch
 from torch import Tensor, nn
 
 import wellcond as wc
-from contracts import cases_hf, cases_timm
+from contracts import cases_hf
 from contracts.harness import randomise_
-from wellcond.errors import ReplayError, WeightError
-from wellcond.jacobian.capture import CapturedAttention, capture_attention
-from wellcond.jacobian.module import ModuleJacobian
-from wellcond.jacobian.softmax import dense_jacobian
-from wellcond.linalg.lanczos import largest_eigenvalue
+from jacobian.families import BUILD, family
+from wellcond.errors import CopyError, ReplayError
+from wellcond.jacobian.capture import capture_attention
+from wellcond.jacobian.module import ModuleJacobian, batch_axis
+from wellcond.jacobian.select import select_operator
+from wellcond.jacobian.solve import operator_spectrum
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
-
-BUILD = {f"timm-{name}": (case.build, case.input) for name, case in cases_timm.CASES.items()}
-BUILD |= {f"hf-{case.name}": (case.build, case.inputs) for case in cases_hf.CASES}
-# The model itself rounds to float32 somewhere; its copy in float64 does not.
-FLOAT32 = {f"hf-{case.name}" for case in cases_hf.CASES if case.in_float32} | {"timm-pool_2d_rotary", "hf-qwen3-next"}
+F64 = torch.float64
 DIFFERENCED = [
-    "hf-llama", "hf-qwen3", "hf-qwen3-next", "hf-nystromformer", "hf-gemma2", "hf-gpt-oss", "hf-esm", "hf-modernbert",
-    "timm-cait", "timm-swin_v2", "timm-xcit", "timm-davit", "timm-vit_qk_norm", "timm-eva_separate",
-    "timm-multi_query", "timm-sam", "timm-halo", "timm-bottleneck",
+    "hf-llama", "hf-qwen3-next", "hf-nystromformer", "hf-gemma2", "hf-gpt-oss", "hf-esm", "hf-modernbert", "timm-cait",
+    "timm-swin_v2", "timm-xcit", "timm-davit", "timm-vit_qk_norm", "timm-multi_query", "timm-sam", "timm-bottleneck",
 ]  # fmt: skip
 
 
-@cache
-def captured_from(family: str) -> tuple[nn.Module, tuple[CapturedAttention, ...]]:
-    torch.manual_seed(0)
-    build, make_input = BUILD[family]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = randomise_(build())
-    return model, tuple(capture_attention(model, make_input()))
-
-
-def head_of(family: str) -> ModuleJacobian:
+def head_of(name: str) -> ModuleJacobian:
     """The last key/value head of the first attention that is not plain."""
-    captured = next(c for c in captured_from(family)[1] if not c.is_plain)
+    captured = next(c for c in family(name).captured if not c.is_plain)
     return ModuleJacobian(captured, captured.site.num_kv_heads - 1)
 
 
-def read_by_output(model: nn.Module, captured: CapturedAttention, family: str) -> Tensor:
-    """What the model itself hands to W_O (or its attention returns), by head: (H, tokens, dv)."""
-    site, seen = captured.site, []
-    if site.o is not None:
-        handle = site.o.owner.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    else:
-        handle = site.module.register_forward_hook(lambda module, args, output: seen.append(output))
-    batch = BUILD[family][1]()
-    with torch.no_grad():
-        model(**batch) if isinstance(batch, dict) else model(batch)
-    handle.remove()
-    owner = site.q.owner if site.o is None else site.o.owner
-    heads = seen[0].movedim(1, -1) if isinstance(owner, nn.Conv2d) else seen[0]
-    heads = heads.reshape(-1, heads.shape[-1])
-    rows = torch.arange(heads.shape[1]).view(site.num_heads, -1) if site.o is None else site.o.rows
-    return heads[:, rows].transpose(0, 1)
+@pytest.mark.parametrize("name", BUILD)
+def test_every_family_runs_again_in_float64_and_sample_by_sample(name):
+    """Values are the model's own, plain or not; its last sample or window has the last rows of the whole."""
+    for captured, heads in list(zip(family(name).captured, family(name).heads, strict=True))[:2]:
+        whole, count = ModuleJacobian(captured, 0), batch_axis(captured).count
+        if heads is not None and (captured.site.o is not None or not captured.is_plain):
+            expected, tolerance = heads[:, captured.query_heads(0)].transpose(0, 1), family(name).tolerance
+            torch.testing.assert_close(whole.output(), expected, rtol=tolerance, atol=tolerance)
+        one = ModuleJacobian(captured, 0, samples=[count - 1])
+        assert one.num_rows * count == whole.num_rows
+        u = torch.randn(one.shape[0], dtype=F64, generator=torch.Generator().manual_seed(0))
+        padded = torch.zeros(whole.output().shape, dtype=F64)
+        padded[:, -one.num_rows :] = u.view(one.output().shape)
+        torch.testing.assert_close(one.rmatvec(u), whole.rmatvec(padded.flatten()), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("family", BUILD)
-def test_every_family_runs_again_in_float64(family):
-    """Values are the model's own, whether the attention is plain or not."""
-    model, everything = captured_from(family)
-    for captured in everything:
-        head = ModuleJacobian(captured, 0)
-        if captured.site.o is None and captured.is_plain or captured.site.name.endswith("head.attention"):
-            continue  # mixed before they are returned, or not read by a module: see the tests below
-        tolerance = 1e-6 if family in FLOAT32 else 1e-8
-        expected = read_by_output(model, captured, family)[captured.query_heads(0)]
-        torch.testing.assert_close(head.output(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("family", DIFFERENCED)
-def test_jacobian_is_the_limit_of_differences(family):
-    head = head_of(family)
+@pytest.mark.parametrize("name", DIFFERENCED)
+def test_jacobian_is_the_limit_of_differences(name):
+    head = head_of(name)
     jacobian = head.as_matrix()
     assert jacobian.shape == head.shape
+    assert int(torch.linalg.matrix_rank(jacobian, rtol=1e-11)) <= head.rank_bound().rank
     weights = head.flatten(head.w_q, head.w_k, head.w_v)
     generator = torch.Generator().manual_seed(0)
-    directions = torch.eye(head.shape[1], dtype=torch.float64)[torch.randperm(head.shape[1], generator=generator)[:12]]
-    directions = torch.cat([directions, torch.randn(2, head.shape[1], generator=generator, dtype=torch.float64)])
+    directions = torch.eye(head.shape[1], dtype=F64)[torch.randperm(head.shape[1], generator=generator)[:8]]
+    directions = torch.cat([directions, torch.randn(2, head.shape[1], generator=generator, dtype=F64)])
     step = 1e-5
     for v in directions:
         with torch.no_grad():
             ahead, behind = (head.output(*head.unflatten(weights + sign * step * v)).flatten() for sign in (1, -1))
         expected = (ahead - behind) / (2 * step)
         torch.testing.assert_close(jacobian @ v, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max() + 1e-3))
-        torch.testing.assert_close(head.matvec(v), jacobian @ v, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("family", ["hf-llama", "timm-cait", "timm-swin_v2", "hf-nystromformer"])
-def test_products_are_those_of_the_explicit_jacobian(family):
-    head = head_of(family)
-    jacobian = head.as_matrix()
-    u = torch.randn(head.shape[0], dtype=torch.float64)
-    v = torch.randn(head.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(head.matvec(v), jacobian @ v, rtol=1e-9, atol=1e-9)
+    u = torch.randn(head.shape[0], dtype=F64)
     torch.testing.assert_close(head.rmatvec(u), jacobian.T @ u)
     torch.testing.assert_close(head.gram().matvec(u), jacobian @ (jacobian.T @ u))
-    torch.testing.assert_close(head.matvec(v), jacobian @ v)
-    top = largest_eigenvalue(head.gram().matvec, head.shape[0])
-    assert top.value**0.5 == pytest.approx(float(torch.linalg.matrix_norm(jacobian, 2)), rel=1e-6)
-
-
-@pytest.mark.parametrize("family", ["timm-vit", "timm-swin", "hf-gpt2", "hf-t5", "hf-cohere2", "timm-attention_2d"])
-def test_plain_heads_have_the_same_jacobian_in_both_ways(family):
-    for captured in captured_from(family)[1]:
-        if not captured.is_plain:
-            continue
-        plain = torch.cat(list(dense_jacobian(captured.head(0, None)).values()), dim=1)
-        torch.testing.assert_close(ModuleJacobian(captured, 0).as_matrix(), plain, rtol=1e-10, atol=1e-10)
-
-
-def test_null_space_that_is_known_holds():
-    for family in ("hf-llama", "timm-multi_query", "timm-xcit"):
-        head = head_of(family)
-        rank = int(torch.linalg.matrix_rank(head.as_matrix(), rtol=1e-11))
-        assert rank <= head.rank_bound().rank
 
 
 def test_tokens_that_span_little_bound_the_rank():
     attention = randomise_(timm.layers.Attention(12, num_heads=3, qk_norm=True, norm_layer=nn.LayerNorm))
-    x = torch.randn(1, 40, 3, dtype=torch.float64) @ torch.randn(3, 12, dtype=torch.float64)
+    x = torch.randn(1, 40, 3, dtype=F64) @ torch.randn(3, 12, dtype=F64)
     [captured] = capture_attention(attention, x)
     bound = ModuleJacobian(captured).rank_bound()
     assert bound.memory_rank == 3 and bound.rank == 3 * 4 * 3
     assert "outside the span of the tokens: 108" in bound.null_space
 
 
-def test_gated_output_is_part_of_the_function():
-    attention = randomise_(timm.layers.Attention(12, num_heads=4, gated=True))
-    x = torch.randn(2, 5, 12, dtype=torch.float64)
-    [captured] = capture_attention(attention, x)
-    assert captured.why_not_plain == "gated output"
-    head = ModuleJacobian(captured, 1)
-    plain = timm.layers.Attention(12, num_heads=4).double()
-    plain.load_state_dict(attention.state_dict(), strict=False)
-    ungated = capture_attention(plain, x)[0].head(1, None).output()
-    gate = attention.gate(x).sigmoid().flatten(0, 1)[:, 3:6]
-    torch.testing.assert_close(head.output(), ungated * gate.detach())
-
-
 @pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 6}, {"add_bias_kv": True}, {"bias": False}])
 def test_torch_attention_whose_output_projection_is_no_call(options):
     module = randomise_(nn.MultiheadAttention(8, 2, **options))
-    x, y = torch.randn(4, 3, 8, dtype=torch.float64), torch.randn(5, 3, options.get("kdim", 8), dtype=torch.float64)
+    x, y = torch.randn(4, 3, 8, dtype=F64), torch.randn(5, 3, options.get("kdim", 8), dtype=F64)
     [captured] = capture_attention(module, (x, y, 2 * y))
     heads = [ModuleJacobian(captured, kv) for kv in range(2)]
     concatenated = torch.cat([head.output()[0] for head in heads], dim=-1).view(4, 3, 8)
@@ -160,38 +92,17 @@ def test_torch_attention_whose_output_projection_is_no_call(options):
 
 
 def test_module_without_output_projection_that_mixes_heads_is_taken_whole():
-    _, [captured] = captured_from("timm-cpubone")
-    assert captured.site.o is None
-    head = ModuleJacobian(captured, 0)
-    assert head.output().shape == (1, 9, 64)
-
-
-@pytest.mark.parametrize("method, options", [("balanced", {}), ("identity", {"lam": 0.5})])
-def test_conditioned_models_give_their_effective_weights(method, options):
-    [case] = [case for case in cases_hf.CASES if case.name == "llama"]
-    model = randomise_(case.build())
-    wc.condition_(model, method, **options)
-    captured = capture_attention(model, case.inputs())[0]
-    head = ModuleJacobian(captured, 1)
-    torch.testing.assert_close(head.w_k, captured.site.k.read()[1].detach())
-    found = head.as_matrix()
-    wc.fold_(model)
-    with pytest.raises(WeightError, match="not those that the forward pass used"):
-        ModuleJacobian(captured, 1)
-    folded = ModuleJacobian(capture_attention(model, case.inputs())[0], 1)
-    torch.testing.assert_close(found, folded.as_matrix(), rtol=1e-8, atol=1e-9)
+    [captured] = family("timm-cpubone").captured
+    assert captured.site.o is None and ModuleJacobian(captured, 0).output().shape == (1, 9, 64)
 
 
 def test_float32_models_are_run_again_in_float64():
     [case] = [case for case in cases_hf.CASES if case.name == "gemma2"]
-    torch.manual_seed(0)
     model = case.build()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    captured = capture_attention(model, case.inputs())[0]
-    head = ModuleJacobian(captured, 0)
-    assert head.output().dtype == torch.float64
+    head = ModuleJacobian(capture_attention(model, case.inputs())[0], 0)
+    assert head.output().dtype == F64 and next(model.parameters()).dtype == torch.float32
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert next(model.parameters()).dtype == torch.float32
 
 
 class Through(nn.Module):
@@ -224,14 +135,14 @@ def test_derivatives_are_what_training_sees():
             return 2 * gradient
 
     module = randomise_(timm.layers.Attention(12, num_heads=4))
-    x = torch.randn(1, 4, 12, dtype=torch.float64)
+    x = torch.randn(1, 4, 12, dtype=F64)
     right = ModuleJacobian(capture_attention(module, x, sites=_as_vit(module))[0], 0).as_matrix()
     module.q_norm = Through(Doubled)
     head = ModuleJacobian(capture_attention(module, x, sites=_as_vit(module))[0], 0)
     jacobian, queries = head.as_matrix(), head.w_q.numel()
     torch.testing.assert_close(jacobian[:, :queries], 2 * right[:, :queries])
     torch.testing.assert_close(jacobian[:, queries:], right[:, queries:])
-    v = torch.randn(head.shape[1], dtype=torch.float64)
+    v = torch.randn(head.shape[1], dtype=F64)
     torch.testing.assert_close(head.matvec(v), jacobian @ v)
 
 
@@ -244,22 +155,188 @@ def test_modules_that_remember_are_refused():
             return super().forward(x * self.count)
 
     module = randomise_(Counting(12, num_heads=4))
-    [captured] = capture_attention(module, torch.randn(1, 4, 12, dtype=torch.float64), sites=_as_vit(module))
+    [captured] = capture_attention(module, torch.randn(1, 4, 12, dtype=F64), sites=_as_vit(module))
     with pytest.raises(ReplayError, match="more than its arguments"):
         ModuleJacobian(captured, 0)
 
 
-def test_what_was_not_called_has_no_generic_head():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.other = (timm.layers.Attention(12, num_heads=3) for _ in range(2))
+# -- samples
 
-        def forward(self, x):
-            return self.one(x)
 
-    captured = capture_attention(Half(), torch.randn(1, 4, 12))[1]
-    with pytest.raises(ValueError, match="does not call it"):
-        ModuleJacobian(captured)
-    with pytest.raises(IndexError, match="below"):
-        ModuleJacobian(capture_attention(Half(), torch.randn(1, 4, 12))[0], 99)
+def tokens(*shape):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(3))
+
+
+def gated():
+    return randomise_(timm.layers.Attention(12, num_heads=3, gated=True)), tokens(4, 5, 12)
+
+
+def normed():
+    return randomise_(timm.layers.Attention(12, num_heads=3, qk_norm=True, norm_layer=nn.LayerNorm)), tokens(4, 5, 12)
+
+
+def channels():
+    return randomise_(timm.models.xcit.XCA(12, num_heads=3)), tokens(4, 5, 12)
+
+
+def square_sequence_first():
+    x = tokens(4, 4, 12)
+    return randomise_(nn.MultiheadAttention(12, 3, add_bias_kv=True)), (x, x, x)
+
+
+class AcrossTheBatch(timm.layers.Attention):
+    """Scores of a sample depend on the others of its batch."""
+
+    def forward(self, x, *args, **kwargs):
+        return super().forward(x + x.mean(0, keepdim=True), *args, **kwargs)
+
+
+def across():
+    return randomise_(AcrossTheBatch(12, num_heads=3, gated=True)), tokens(4, 5, 12)
+
+
+LAYER_NORM = "structured: layer norm on queries and keys"
+CASES = {
+    gated: ("structured: gated output",) * 2,
+    normed: (LAYER_NORM, LAYER_NORM),
+    channels: ("structured: cross-covariance attention", "generic derivatives: its kind is cross_covariance"),
+    square_sequence_first: ("", ""),
+    across: ("", ""),
+}
+"""How samples are measured one by one, and stacked."""
+
+
+def rows_of_sample(head, sample, batch_first):
+    """Rows of one sample in the Jacobian of the whole call, whose rows are (token, channel)."""
+    by_token = head.as_matrix().unflatten(0, (head.num_rows, -1))
+    by_sample = by_token.unflatten(0, (4, -1)) if batch_first else by_token.unflatten(0, (-1, 4)).transpose(0, 1)
+    return by_sample[sample].flatten(0, 1)
+
+
+@pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
+def test_samples_and_combine_are_honoured_whatever_the_attention(build):
+    module, batch = build()
+    [captured] = capture_attention(module, batch)
+    assert not captured.is_plain and batch_axis(captured).count == 4
+    whole = ModuleJacobian(captured, 1)
+    parts = [rows_of_sample(whole, sample, build is not square_sequence_first) for sample in range(4)]
+    [one_by_one] = wc.measure(module, batch, samples=3, kappa="pseudo", heads=[1]).layers[0].heads
+    for part, kappa in zip(parts[:3], one_by_one.samples, strict=True):
+        sigma = torch.linalg.svdvals(part)
+        rank = int((sigma > 1e-10 * sigma[0]).sum())
+        assert kappa == pytest.approx(float(sigma[0] / sigma[rank - 1]), rel=1e-5)
+    [stacked] = wc.measure(module, batch, samples=3, combine="stack", heads=[1]).layers[0].heads
+    assert one_by_one.jacobian.shape[0] == len(parts[0])
+    assert stacked.jacobian.shape[0] == 3 * len(parts[0]) and len(stacked.samples) == 1
+    assert stacked.jacobian.sigma_max == pytest.approx(float(torch.linalg.matrix_norm(torch.cat(parts[:3]), 2)))
+    for head, how in zip((one_by_one, stacked), CASES[build], strict=True):
+        assert head.how == how or not how
+
+
+def test_an_image_in_windows_with_masks_is_measured_window_by_window():
+    model = randomise_(timm.create_model(
+        "swinv2_tiny_window8_256", img_size=16, patch_size=2, window_size=4, embed_dim=12, depths=(2,), num_heads=(3,),
+        num_classes=2,
+    ))  # fmt: skip
+    shifted = capture_attention(model, tokens(2, 3, 16, 16))[1]
+    assert batch_axis(shifted).count == 8  # two images of four windows: one window by itself does not fit the masks
+    whole = ModuleJacobian(shifted, 0).as_matrix()
+    for window in (0, 2):
+        found = ModuleJacobian(shifted, 0, samples=[window]).as_matrix()
+        assert torch.equal(found, whole[16 * 4 * window : 16 * 4 * (window + 1)])
+    with pytest.raises(IndexError, match="expected a sample below 8, got 8"):
+        ModuleJacobian(shifted, 0, samples=[8])
+
+
+class DetachedNorm(nn.LayerNorm):
+    """The values of LayerNorm, with statistics that are no part of the derivative."""
+
+    def forward(self, x):
+        mean, variance = x.mean(-1, keepdim=True).detach(), x.var(-1, keepdim=True, unbiased=False).detach()
+        return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+
+
+class NoGradNorm(nn.LayerNorm):
+    """The same, by other means."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+
+
+def autograd_of_head(module, x, head):
+    """J of one head's output by reverse mode through the module itself, with respect to its rows of qkv."""
+    rows = torch.cat([torch.arange(12 * role + 4 * head, 12 * role + 4 * head + 4) for role in range(3)])
+    seen = []
+    handle = module.proj.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+
+    def output(some):
+        weight = module.qkv.weight.detach().index_copy(0, rows, some)
+        torch.func.functional_call(module, {"qkv.weight": weight}, (x,))
+        return seen.pop()[0, :, 4 * head : 4 * head + 4]
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        found = torch.autograd.functional.jacobian(output, module.qkv.weight.detach()[rows])
+    handle.remove()
+    return found.flatten(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("norm", [DetachedNorm, NoGradNorm])
+@pytest.mark.parametrize("method", ["auto", "implicit"])
+def test_statistics_that_are_detached_are_not_differentiated(norm, method):
+    module, x = randomise_(timm.layers.Attention(12, num_heads=3, qk_norm=True, norm_layer=norm)), tokens(1, 5, 12)
+    plain = normed()[0]
+    plain.load_state_dict(module.state_dict())
+    [head], [usual] = (wc.measure(m, x, method=method, heads=[1]).layers[0].heads for m in (module, plain))
+    assert head.how.startswith("structured") and usual.how.startswith("structured")
+    largest = float(torch.linalg.matrix_norm(autograd_of_head(module, x, 1), 2))
+    assert head.jacobian.sigma_max == pytest.approx(largest, rel=1e-8)
+    assert abs(usual.jacobian.sigma_max / head.jacobian.sigma_max - 1) > 1e-3
+
+
+def test_a_structured_form_is_believed_with_biases_as_well():
+    module = randomise_(timm.layers.Attention(12, num_heads=3, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm))
+    [captured] = capture_attention(module, tokens(1, 5, 12))
+    for biases in (False, True):
+        chosen = select_operator(captured, 0, biases=biases)
+        assert chosen.how.startswith("structured")
+        assert operator_spectrum(chosen.operator).shape[1] == 3 * 4 * (12 + biases)
+    talking = randomise_(timm.models.cait.TalkingHeadAttn(12, num_heads=3)), tokens(1, 5, 12)
+    mixed = wc.measure(*talking, biases=True).layers[0].heads[0]
+    assert mixed.how == "generic derivatives: heads are mixed (talking heads); biases are not counted"
+
+
+class Uncopyable:
+    """A hook with a lock, as a logger may have."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, *_args):
+        return None
+
+
+def test_a_hook_that_cannot_be_copied_is_left_out_of_the_copy():
+    module, x = gated()
+    expected = wc.measure(module, x)
+    for part in module.modules():
+        part.register_forward_hook(Uncopyable())
+        part.register_forward_pre_hook(Uncopyable())
+        part.register_full_backward_hook(Uncopyable())
+    module._register_state_dict_hook(Uncopyable())
+    assert wc.measure(module, x) == expected
+    assert len(module.qkv._forward_hooks) == 1
+
+
+def test_a_module_that_cannot_be_copied_costs_its_own_layer_only():
+    torch.manual_seed(0)
+    model = timm.models.VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=2, qk_norm=True
+    )
+    model.blocks[0].attn.lock = threading.Lock()
+    lost, found = wc.measure(model, torch.randn(1, 3, 16, 16)).layers
+    assert not lost.heads and "cannot be copied (TypeError: cannot pickle '_thread.lock' object)" in lost.problem
+    assert found.heads and not found.problem
+    with pytest.raises(CopyError):
+        ModuleJacobian(capture_attention(model, torch.randn(1, 3, 16, 16))[0])

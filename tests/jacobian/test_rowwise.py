@@ -6,15 +6,24 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from jacobian.operators import F64, causal, check_head, evaluated, mapped_head, normals, numerical_rank, tensor
+from jacobian.operators import (
+    F64,
+    causal,
+    check_head,
+    evaluated,
+    mapped_head,
+    normals,
+    numerical_rank,
+    random_heads,
+    tensor,
+)
 from wellcond.errors import WeightError
 from wellcond.jacobian.diagnosis import diagnose_head
 from wellcond.jacobian.head import Head, softmax_weights
 from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
-from wellcond.jacobian.softmax import dense_jacobian
 from wellcond.jacobian.solve import operator_spectrum
 
 
@@ -36,23 +45,6 @@ def head_function(head, query=lambda q: q, key=lambda k: k, biases=False):
         return torch.stack(outputs)
 
     return function, (head.query_weights, head.w_k, head.w_v, *[getattr(head, name) for name in present])
-
-
-@st.composite
-def random_heads(draw, min_width=1, even=False):
-    """Self or cross attention; N > D, N < D, N = 1; grouped queries; masks; biases."""
-    n, m = draw(st.integers(1, 7)), draw(st.sampled_from([None, None, 1, 5]))
-    D, E = draw(st.integers(1, 8)), draw(st.integers(1, 6))
-    d, dv, g = draw(st.integers(min_width, 4)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
-    d, E = 2 * ((d + 1) // 2) if even else d, D if m is None else E
-    normal, biased = normals(draw(st.integers(0, 10_000))), draw(st.booleans())
-    masked = draw(st.booleans())
-    mask = None if not masked else causal(n) if m is None else normal(n, m)
-    return Head(
-        normal(n, D), normal(g, d, D), normal(d, E), normal(dv, E), 0.7, y=None if m is None else normal(m, E),
-        b_q=normal(g, d) if biased else None, b_k=normal(d) if biased else None, b_v=normal(dv) if biased else None,
-        mask=mask,
-    )  # fmt: skip
 
 
 def rope(x, cos, sin, layout):
@@ -85,14 +77,12 @@ cosine = NORMS["l2"]
 identity = NORMS["identity"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(random_heads(), st.sampled_from(sorted(NORMS)), st.sampled_from(sorted(NORMS)), st.booleans())
 def test_normalised_heads(head, of_query, of_key, biases):
     query, key = NORMS[of_query], NORMS[of_key]
     check_head(mapped_head(head, query, key, biases), *head_function(head, query, key, biases))
 
 
-@settings(max_examples=30, deadline=None)
 @given(random_heads(even=True), st.sampled_from(["half", "interleaved"]), st.booleans(), st.booleans())
 def test_rotary_heads_with_and_without_norm(head, layout, normed, biases):
     weight = torch.linspace(0.5, 2, head.head_dim, dtype=F64)
@@ -106,16 +96,7 @@ def test_rotary_heads_with_and_without_norm(head, layout, normed, biases):
     check_head(mapped_head(head, query, key, biases), *head_function(head, query, key, biases))
 
 
-@settings(max_examples=20, deadline=None)
-@given(random_heads(), st.booleans())
-def test_identity_maps_give_the_plain_head(head, biases):
-    form = mapped_head(head, identity, biases=biases)
-    plain = torch.cat(list(dense_jacobian(head, biases=biases).values()), 1)
-    torch.testing.assert_close(form.gram().matrix(), plain @ plain.T)
-
-
-@pytest.mark.parametrize("g", [1, 2])
-@pytest.mark.parametrize(("n", "d"), [(40, 3), (60, 5), (30, 4)])
+@pytest.mark.parametrize(("g", "n", "d"), [(1, 40, 3), (2, 30, 4)])
 @pytest.mark.parametrize(
     ("mapped", "loss"),
     [
@@ -158,16 +139,6 @@ def test_rank_of_a_generic_rotary_head():
     assert numerical_rank(torch.linalg.svdvals(form.as_matrix())) == form.rank_bound().rank
 
 
-def test_cosine_attention_does_not_see_the_scale_of_its_weights():
-    normal = normals(6)
-    x, w_q, w_k, w_v = normal(5, 6), normal(3, 6), normal(3, 6), normal(3, 6)
-    form = mapped_head(Head(x, w_q, w_k, w_v, 10.0), cosine)
-    scaled = mapped_head(Head(x, 7 * w_q, w_k / 3, w_v, 10.0), cosine)
-    torch.testing.assert_close(form.output(), scaled.output())
-    for name, factor in (("q", 1 / 7), ("k", 3.0), ("v", 1.0)):
-        torch.testing.assert_close(scaled.parameter_blocks()[name], factor * form.parameter_blocks()[name])
-
-
 def test_swin_v2_cosine_attention_against_timm():
     timm = pytest.importorskip("timm.models.swin_transformer_v2")
     torch.manual_seed(0)
@@ -184,16 +155,6 @@ def test_swin_v2_cosine_attention_against_timm():
     ]
     ours = attention.proj(torch.cat(outputs, -1))
     torch.testing.assert_close(ours, attention(x[None])[0])
-
-
-def test_key_bias_counts_under_a_norm_and_only_there():
-    normal = normals(8)
-    head = Head(normal(5, 6), normal(3, 6), normal(3, 6), normal(2, 6), 0.7, b_k=normal(3))
-    without = Head(head.x, head.w_q, head.w_k, head.w_v, 0.7)
-    bias_only = mapped_head(head, cosine, biases=True).gram().matrix() - mapped_head(head, cosine).gram().matrix()
-    assert float(bias_only.norm()) > 0.1
-    counted, ignored = mapped_head(head, identity, biases=True), mapped_head(without, identity)
-    torch.testing.assert_close(counted.gram().matrix(), ignored.gram().matrix())
 
 
 def test_weights_keep_relative_accuracy_when_attention_is_one_hot():
@@ -256,11 +217,3 @@ def test_identity_maps_are_diagnosed_as_the_plain_head():
     assert numbers == pytest.approx({key: plain.to_dict()[key] for key in numbers}, rel=1e-9)
     assert dataclasses.asdict(mine.attention) == pytest.approx(dataclasses.asdict(plain.attention))
     assert mine.verdict == plain.verdict and mine.explanation[:20] == plain.explanation[:20]
-
-
-def test_a_collapsed_rotary_head_is_dead():
-    draw = normals(5)
-    w = draw(4, 4)
-    head = Head(50 * torch.eye(4, dtype=F64), w, w, draw(4, 4), scale=0.5)
-    found = mapped_head(head, identity).diagnose()
-    assert found.dead and found.verdict == "dead head" and "collapsed" in found.explanation

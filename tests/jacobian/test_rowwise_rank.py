@@ -13,7 +13,6 @@ from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead
 from wellcond.jacobian.solve import choose, operator_spectrum
 
 F64 = torch.float64
-LAYOUTS = ["half", "interleaved"]
 N, D, DV = 45, 5, 2
 
 
@@ -37,9 +36,10 @@ def check_rank(form, function, parameters, lost):
     assert numerical_rank(sigma) == seen - lost
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("d", "width", "gauge"), [(4, 4, 4), (6, 6, 6), (6, 4, 4 + 4), (6, 2, 2 + 16), (5, 2, 2 + 9)])
-@pytest.mark.parametrize("g", [1, 2])
+@pytest.mark.parametrize(
+    ("layout", "d", "width", "gauge", "g"),
+    [("half", 4, 4, 4, 2), ("interleaved", 6, 4, 4 + 4, 1), ("half", 6, 2, 2 + 16, 1), ("interleaved", 5, 2, 2 + 9, 2)],
+)
 def test_gauge_of_full_and_partial_rotations(layout, d, width, gauge, g):
     """Two directions for each plane that turns, all matrices on the m channels that do not: w + m^2."""
     head, table = head_of(d, g=g), angles(N, width, layout)

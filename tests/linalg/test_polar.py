@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wellcond.linalg.polar import best_quintic, largest_eigenvalue, mix_with_polar, schedule
 from wellcond.linalg.spectrum import spectra
 
-SHAPES = [(8, 24), (64, 384), (64, 128), (32, 48), (16, 16), (64, 64), (24, 8)]
+SHAPES = [(8, 24), (64, 128), (32, 48), (16, 16), (48, 48), (24, 8)]
 
 
 def heads(shape, values, count=6):
@@ -32,9 +32,23 @@ def spread(shape, kappa):
     return torch.logspace(0, -math.log10(kappa), min(shape), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("dtype, rounding", [(torch.float32, 0.0), (torch.bfloat16, 0.001), (torch.float64, 0.0)])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_condition_numbers_up_to_ten_thousand_are_bounded_by_the_target(shape, dtype, rounding):
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 0.001, torch.float64: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((shape, torch.float32) for shape in SHAPES),
+        ((8, 24), torch.bfloat16),
+        ((16, 16), torch.bfloat16),
+        ((24, 8), torch.float64),
+        pytest.param((64, 384), torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param((64, 64), torch.float64, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_condition_numbers_up_to_ten_thousand_are_bounded_by_the_target(shape, dtype):
+    rounding = ROUNDING[dtype]
     for kappa in (1, 3, 1e2, 1e3, 1e4):
         weights = heads(shape, spread(shape, kappa)).to(dtype)
         for target in (2.0, 1.25, 5.0):
@@ -112,7 +126,6 @@ def test_the_schedule_takes_its_whole_interval_to_one():
         assert (x - 1).abs().max() < 2e-6
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(2, 8), st.integers(2, 8), st.floats(1.0, 10.0), st.integers(0, 10_000))
 def test_balanced_keeps_the_norm_and_meets_the_target(rows, columns, target, seed):
     weights = torch.randn(1, rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

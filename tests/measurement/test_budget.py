@@ -71,29 +71,20 @@ def test_first_and_last_step_are_in_the_budget_and_in_the_overhead(caplog):
         for _ in range(10):
             clock.now += 1.0
             assert tracker.step() == []  # 5 % of 10 s is what the first one cost
-            assert tracker.overhead == pytest.approx(0.5 / clock_of_training(tracker))
+            assert tracker.overhead == pytest.approx(0.5 / tracker.num_steps)
     assert len(passes) == 2 and {p.step for p in tracker.points} == {0, 10}
     assert tracker.overhead == pytest.approx(1.0 / 10)
     [record] = caplog.records
-    said = record.getMessage()
-    assert (
-        record.levelname == "WARNING"
-        and "measured at 2 of 11 steps that were due (10 trained)" in said
-        and "took 10.0% of the training time" in said
-    )
-    assert "kappa(J) of 2 heads was not measured" in said and "budget=None" in said
+    for words in ("2 of 11 steps that were due (10 trained)", "10.0%", "2 heads was not measured", "budget=None"):
+        assert words in record.getMessage() and record.levelname == "WARNING"
     assert tracker.close() == [] and len(caplog.records) == 1, "once"
 
 
-def clock_of_training(tracker):
-    return tracker.num_steps * 1.0
-
-
-@pytest.mark.parametrize(("every", "budget"), [("auto", 0.05), (3, 0.1)])
+@pytest.mark.parametrize(("every", "budget"), [pytest.param("auto", 0.05, marks=pytest.mark.slow), (3, 0.1)])
 def test_nothing_exceeds_the_budget(every, budget):
     clock, model = Ticks(), vit()
     with wc.ConditionTracker(model, images(), every=every, budget=budget, clock=clock) as tracker:
-        for _ in range(120):
+        for _ in range(90):
             clock.now += 10.0
             tracker.step()
             if tracker.num_steps > 60:
@@ -108,23 +99,14 @@ def test_nothing_exceeds_the_budget(every, budget):
 
 
 def test_a_jacobian_that_is_expected_not_to_fit_is_not_begun():
-    """On this clock measuring takes no time; only what its size lets expect counts."""
+    """On this clock measuring takes no time; only what its size lets expect counts, until it was measured once."""
     clock, model = Clock(), vit(tokens=6, depth=1, embed_dim=48)  # 37 x 16 outputs: expected to take up to 0.17 s
     tracker = wc.ConditionTracker(model, images(6), clock=clock)
-    found = {}
-    for _ in range(8):
-        clock.now += 1.0
-        measured = jacobians(tracker.step())
-        found[tracker.num_steps] = bool(measured)
-    assert found == {step: step >= 4 for step in range(1, 9)}, "0.05 s are earned in every step"
+    for _ in range(5):
+        clock.now += 1.0  # 0.05 s are earned in every step
+        measured = tracker.step()
+        assert bool(jacobians(measured)) == (tracker.num_steps >= 4)
     assert all(p.rank is None and p.status is None for p in tracker.points if p.step < 4), "never zero"
-
-
-def test_what_a_head_took_replaces_what_was_expected():
-    clock, model = Clock(), vit(tokens=6, depth=1, embed_dim=48)
-    tracker = wc.ConditionTracker(model, images(6), clock=clock, budget=0.5)
-    clock.now += 1.0
-    assert jacobians(tracker.step())
     clock.now += 0.001
     assert jacobians(tracker.step()), "it took nothing on this clock, so it may be measured at every step"
 
@@ -135,8 +117,8 @@ def test_cheap_heads_do_not_wait_for_ever_for_dear_ones():
     )
     clock = Clock()
     tracker = wc.ConditionTracker(swin, torch.randn(1, 3, 32, 32), clock=clock, budget=0.01)
-    for _ in range(2000):
-        clock.now += 0.1
+    for _ in range(200):
+        clock.now += 1.0
         tracker.step()
         if len(seen := {layer for _, layer, _ in jacobians(tracker.points)}) == 2:
             break
@@ -203,12 +185,9 @@ def test_who_calls_may_announce_it(caplog):
     def stop(seconds):
         raise Announced(seconds)
 
-    with pytest.raises(Announced) as one:
-        wc.measure(vit(**LARGE), images(14), heads=[0], on_slow=stop)
-    with pytest.raises(Announced) as all_three:
+    with pytest.raises(Announced) as announced:
         wc.measure(vit(**LARGE), images(14), on_slow=stop)
-    assert all_three.value.args[0] == pytest.approx(3 * one.value.args[0]) and one.value.args[0] > 10
-    assert not caplog.records
+    assert announced.value.args[0] > 30 and not caplog.records
 
 
 def test_a_tracker_announces_what_training_waits_for(stop_at_announcement):
@@ -235,10 +214,7 @@ def test_a_refused_jacobian_leaves_weights_and_attention():
     assert [head.jacobian is None for head in heads] == [True, True, False]
     assert [(head, seconds is None) for head, seconds in asked] == [
         (0, True),
-        (1, True),
-        (1, False),
-        (2, True),
-        (2, False),
+        *((h, u) for h in (1, 2) for u in (True, False)),
     ]
     full = wc.measure(vit(depth=1), images()).layers[0].heads
     for one, other in zip(heads, full, strict=True):

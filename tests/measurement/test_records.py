@@ -59,21 +59,16 @@ def test_numerically_singular_shows_the_certified_lower_bound(infinite):
     assert head.show_pseudo() == ">=1e+07" and "float64 rounding" in head.why_not_finite
     table = dataclasses.replace(infinite, layers=(dataclasses.replace(infinite.layers[0], heads=(head,)),)).to_table()
     header, line = table.splitlines()
-    assert ">=1e+07 numerically singular" in line and line.index("float64") > header.index("why not finite")
     assert line.index("numerically singular") + 20 == header.index("status") + 6, "columns stay in line"
 
 
-def test_some_samples_may_be_finite(report):
+def test_why_a_number_is_not_finite(report, infinite):
     head = report.layers[0].heads[0]
-    head = dataclasses.replace(head, samples=(head.samples[0], math.inf))
-    assert head.why_not_finite == "not finite in 1 of 2 samples"
-    assert report.layers[0].heads[0].why_not_finite == ""
-
-
-def test_a_zero_jacobian_and_a_zero_weight_say_so(infinite):
+    assert head.why_not_finite == ""
+    assert "1 of 2 samples" in dataclasses.replace(head, samples=(head.samples[0], math.inf)).why_not_finite
     zero = dataclasses.replace(infinite.layers[0].heads[0].jacobian, rank=0)
-    assert zero.why_not_finite == "the Jacobian is zero" and math.isnan(zero.condition_number)
-    assert wc.spectrum(torch.zeros(3, 4)).why_not_finite == "the matrix is zero"
+    assert "zero" in zero.why_not_finite and math.isnan(zero.condition_number)
+    assert "zero" in wc.spectrum(torch.zeros(3, 4)).why_not_finite
     assert wc.spectrum(torch.diag(torch.tensor([2.0, 1.0, 0.0]))).why_not_finite == "rank 2 of 3"
 
 
@@ -121,27 +116,17 @@ def test_trackers_and_diagnoses_have_frames_too(model):
     assert list(frame["findings"]) == ["", "not-finite"]
 
 
-# -- missing extras
-
-
 # -- one line each
 
 
 def test_every_record_prints_as_one_short_line(model, report, infinite):
-    site = wc.find_attention(model)[0]
-    assert repr(site) == "AttentionSite('blocks.0.attn', 3 heads x 8, width 24, q k v o)"
-    assert repr(site.q) == "Slot(Linear.weight (72, 24), 3 heads x 8)"
-    head = infinite.layers[0].heads[0]
+    site, head = wc.find_attention(model)[0], infinite.layers[0].heads[0]
     pseudo = f"kappa inf, pseudo {head.mean_kappa('pseudo'):.4g}"
-    assert repr(head) == f"HeadReport(head 0, {pseudo}, exact, {head.verdict})"
-    assert pseudo in repr(head.jacobian) and "singular_values" not in repr(head.jacobian)
-    assert (
-        repr(infinite.layers[0]) == "LayerReport('blocks.0.attn', 3 heads x 8, 5 tokens, kappa of 3 heads not finite)"
-    )
+    assert pseudo in repr(head) and pseudo in repr(head.jacobian) and "singular_values" not in repr(head.jacobian)
+    assert "kappa of 3 heads not finite" in repr(infinite.layers[0])
     assert "not measured: broken" in repr(dataclasses.replace(report.layers[0], heads=(), problem="broken"))
     kappas = [head.mean_kappa() for layer in report.layers for head in layer.heads]
-    ends = f"strict, kappa {min(kappas):.4g} to {max(kappas):.4g})"
-    assert repr(report).startswith("MeasurementReport(VisionTransformer (vit") and repr(report).endswith(ends)
+    assert f"kappa {min(kappas):.4g} to {max(kappas):.4g}" in repr(report)
     records = [site, *site.slots.values(), report, *report.layers, head, head.jacobian, head.weights["q"], infinite]
     records += [wc.measure(model, X[:1], jacobian=False), dataclasses.replace(report, layers=())]
     assert all("\n" not in repr(record) and len(repr(record)) < 180 for record in records)
@@ -152,5 +137,5 @@ def test_a_site_tells_what_makes_it_special():
 
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 16}
     site = wc.find_attention(LlamaModel(LlamaConfig(vocab_size=9, num_hidden_layers=1, **sizes)))[0]
-    expected = "'layers.0.self_attn', 4 heads (2 of keys and values) x 4, width 16, q k v o, causal, rotary"
-    assert repr(site) == f"AttentionSite({expected})"
+    for words in ("'layers.0.self_attn'", "4 heads (2 of keys and values) x 4", "width 16", "causal, rotary"):
+        assert words in repr(site)

@@ -59,7 +59,7 @@ def repr_of(report):
 
 @pytest.mark.parametrize("what", ["weights", "input", "settings", "another file", "a damaged line", "a wrong value"])
 def test_a_file_of_another_measurement_is_refused_and_kept(tmp_path, what):
-    model, batch, settings, file = vit(depth=1), X[:1], {"heads": [0, 1]}, tmp_path / "heads.jsonl"
+    model, batch, settings, file = vit(depth=1), X[:1], {"heads": [0]}, tmp_path / "heads.jsonl"
     wc.measure(model, batch, resume=file, **settings)
     if what == "weights":
         with torch.no_grad():
@@ -77,26 +77,23 @@ def test_a_file_of_another_measurement_is_refused_and_kept(tmp_path, what):
     with pytest.raises(ReportError, match="heads.jsonl.*delete"):
         wc.measure(model, batch, resume=file, **settings)
     assert file.read_text() == before
-
-
-def test_a_folder_is_no_file_to_resume_from(tmp_path):
     with pytest.raises(ReportError, match="cannot be used to resume"):
-        wc.measure(vit(depth=1), X[:1], resume=tmp_path, heads=[0])
+        wc.measure(model, batch, resume=tmp_path, **settings)
 
 
-@pytest.mark.parametrize("options", [{}, {"jacobian": False}, {"output": True}, {"convention": "stack"}])
+@pytest.mark.parametrize("options", [{"jacobian": False}, {"output": True}, {"convention": "stack"}])
 def test_a_report_is_read_back_from_its_json(options):
-    report = wc.measure(vit(depth=1), X[:2], samples=2, **options)
+    report = wc.measure(vit(depth=1), X[:2], samples=2, heads=[0], **options)
     again = MeasurementReport.from_json(report.to_json())
     assert type(again.layers[0].heads[0]) is wc.HeadReport and again.to_table() == report.to_table()
     assert dataclasses.asdict(again).keys() == dataclasses.asdict(report).keys()
     assert again.to_json() == report.to_json()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "layers": 3}', "[" * 100_000])
-def test_what_is_no_report_is_named(text):
-    with pytest.raises(ReportError, match="not a report of wellcond.measure"):
-        MeasurementReport.from_json(text)
+def test_what_is_no_report_is_named():
+    for text in ("", "[]", '{"schema": 1}', '{"schema": 1, "layers": 3}', "[" * 100_000):
+        with pytest.raises(ReportError, match="not a report"):
+            MeasurementReport.from_json(text)
 
 
 def test_the_command_resumes(tmp_path, run):

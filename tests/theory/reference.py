@@ -8,7 +8,7 @@ factor by a printed error, so that an erratum is the distance between two calls.
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import Head, build_factors
+from wellcond.jacobian.head import Head, weighted_covariances
 
 F64 = torch.float64
 
@@ -117,12 +117,6 @@ def probabilities(h: Head) -> Tensor:
     return torch.softmax(logits if h.mask is None else logits + h.mask, -1)
 
 
-def gram_product(h: Head, u: Tensor) -> Tensor:
-    """G U = J J^T U for U of size N x d."""
-    j = wide(h)
-    return (j @ (j.T @ u.reshape(-1))).reshape(u.shape)
-
-
 def jacobian_of(function, *arguments) -> list[Tensor]:
     """Blocks of the Jacobian of any function of several tensors, rows and columns flattened."""
     parts = torch.func.jacrev(function, argnums=tuple(range(len(arguments))))(*arguments)
@@ -142,8 +136,8 @@ def row_form(h: Head) -> tuple[Tensor, Tensor, Tensor]:
 
     J_Q[i]: (a,c) -> x_i[a] M_i[:,c],   J_K[i]: (a,c) -> q_i[c] B_i[:,a],   J_V[i]: (a,c) -> (PX)_i[a] e_c.
     """
-    found, eye = build_factors(h, compress=False), torch.eye(h.value_dim, dtype=F64)
-    m, b = found.m, found.b
+    eye = torch.eye(h.value_dim, dtype=F64)
+    m, b = weighted_covariances(probabilities(h), h.keys(), h.values(), h.x, h.scale)
     j_q = torch.einsum("ia,ioc->ioac", h.x, m)
     j_k = torch.einsum("ic,ioa->ioac", h.x @ h.w_q.T, b)
     j_v = torch.einsum("ia,oc->ioac", probabilities(h) @ h.x, eye)

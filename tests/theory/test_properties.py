@@ -50,7 +50,7 @@ def test_upper_bounds_have_no_counterexample(h):
         second = norm_upper_bound(h, convention=convention).value
         half = norm_upper_bound(h, convention=convention, lambda_norm="half").value
         assert float(s[0]) ** 2 <= first * SLACK <= second * SLACK**2 <= half * SLACK**3
-    assert float(spectra(h)["wide"][-1]) <= sigma_min_upper_bound(h).value * SLACK + 1e-13 * float(s[0])
+    assert float(spectra(h)["wide"][-1]) <= sigma_min_upper_bound(h) * SLACK + 1e-13 * float(s[0])
 
 
 @given(heads(full_rank_tokens=True))
@@ -89,11 +89,11 @@ def test_exact_case_has_no_counterexample(h):
 
 def test_random_search_contradicts_the_papers_bound():
     above = 0
-    for _ in range(200):
+    for _ in range(60):
         q, k, v = torch.randn(3, 2, 1, dtype=F64)
         t = 10 ** float(torch.empty(()).uniform_(0, 4))  # P and B do not see it
         h = head(torch.randn(2, 2, dtype=F64), t * q, k / t, v, 1.0)
         s = spectra(h)["wide"]
         above += float(s[0] / s[-1]) > papers_bound(h).value
         assert float(s[0] / s[-1]) <= kappa_bound(h).value * SLACK
-    assert above > 30
+    assert above > 8

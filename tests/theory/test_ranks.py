@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from theory import cases
-from theory.papers import deficient_case, gauge_direction, key_shift_direction, parameter_nullity
+from theory.papers import deficient_rank, gauge_direction, key_shift_direction, parameter_nullity
 from theory.reference import F64, attention, blocks, head, jacobian_of, rank, stack, wide
 from wellcond.errors import HypothesisError
 from wellcond.jacobian.ranks import contains_ones, wide_rank_bound, wide_shape
@@ -43,9 +43,13 @@ def test_T8_ranks(shape):
 SHAPES = list(itertools.product((2, 3, 5, 7), (1, 2, 3, 4), (1, 2, 4), (1, 3), (False, True)))
 
 
-def test_generic_ranks_on_every_small_shape():
+EVERY = pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@EVERY
+def test_generic_ranks_on_small_shapes(step):
     # Ranks are generic: one unlucky draw may be numerically short, three in a row are not luck.
-    for n, width, d, value_dim, bias in SHAPES:
+    for n, width, d, value_dim, bias in SHAPES[::step]:
         for _ in range(3):
             x = torch.randn(n, width, dtype=F64)
             x = torch.cat([x, torch.ones(n, 1, dtype=F64)], 1) if bias else x
@@ -78,9 +82,10 @@ def grouped_head(n, memory, width, d, dv, groups, biases, ones) -> Head:
     return Head(tokens(n), *weights, d**-0.5, y=y, b_q=b_q, b_k=b_k, b_v=b_v)
 
 
-def test_one_definition_counts_groups_biases_and_memory():
+@EVERY
+def test_one_definition_counts_groups_biases_and_memory(step):
     """`wide_rank_bound`, which the spectrum of every plain head rests on, has the rank of automatic differentiation."""
-    for case in GROUPED:
+    for case in GROUPED[::step]:
         for _ in range(3):
             h, biases = grouped_head(*case), case[6] == "parameters"
             found, structure = (
@@ -119,19 +124,17 @@ def test_heads_wider_than_the_tokens_have_rank():
 def test_gauge_directions_are_null(shape):
     h = gaussian_head(*shape)
     e = torch.randn(shape[2], shape[2], dtype=F64)
-    step = gauge_direction(h, e)
+    of_q, of_k = gauge_direction(h, e)
     j_q, j_k, _ = blocks(h)
-    moved = j_q @ step.w_q.T.reshape(-1)
-    assert moved.norm() > 1e-3 > 1e-12 > (moved + j_k @ step.w_k.T.reshape(-1)).norm()
+    moved = j_q @ of_q.T.reshape(-1)
+    assert moved.norm() > 1e-3 > 1e-12 > (moved + j_k @ of_k.T.reshape(-1)).norm()
 
 
 def test_key_shifts_are_null():
     h, z = gaussian_head(3, 5, 2), torch.randn(2, dtype=F64)
-    step = key_shift_direction(h, z)
-    torch.testing.assert_close(h.x @ step.w_k.T, z.expand(3, 2))
-    assert (blocks(h)[1] @ step.w_k.T.reshape(-1)).norm() < 1e-13
-    with pytest.raises(ValueError, match="all-ones"):
-        key_shift_direction(gaussian_head(5, 3, 2), z)
+    shift = key_shift_direction(h, z)
+    torch.testing.assert_close(h.x @ shift.T, z.expand(3, 2))
+    assert (blocks(h)[1] @ shift.T.reshape(-1)).norm() < 1e-13
 
 
 def test_structural_ranks_refuse_masks():
@@ -142,13 +145,11 @@ def test_structural_ranks_refuse_masks():
         generic_ranks(3, 4, 2)
 
 
-def test_deficient_case():
+def test_deficient_rank():
     # N > r with values that contain the constant vector: biased tokens and an invertible Wv.
     x = torch.cat([torch.randn(5, 1, dtype=F64), torch.ones(5, 1, dtype=F64)], 1)
     h = gaussian_head(5, 2, 2, tokens=x)
-    assert contains_ones(h.x @ h.w_v.T) and rank(wide(h)) <= deficient_case(h).value == 7
-    with pytest.raises(HypothesisError, match="N > rank X"):
-        deficient_case(cases.g3())
+    assert contains_ones(h.x @ h.w_v.T) and rank(wide(h)) <= deficient_rank(h) == 7
 
 
 def rotate(z: torch.Tensor) -> torch.Tensor:
@@ -173,13 +174,9 @@ def test_nullity_table(d, width, bias, rope):
     weights = [0.5 * torch.randn(width + bias, d, dtype=F64) for _ in range(3)]
     forward = rope_attention if rope else attention
     j = torch.cat(jacobian_of(lambda *w: forward(x, *w, d**-0.5), *weights), 1)
-    assert j.shape[1] - rank(j) == parameter_nullity(d, width, bias=bool(bias), rope=bool(rope)).value
+    assert j.shape[1] - rank(j) == parameter_nullity(d, width, bias=bool(bias), rope=bool(rope))
 
 
-def test_nullity_table_values_and_limits():
-    assert parameter_nullity(64, 768).value == 64**2 and parameter_nullity(64, 768, bias=True).value == 64**2 + 64
-    assert parameter_nullity(64, 768, rope=True).value == 64
-    assert parameter_nullity(5, 3).value == 2 * 3 * 5 - 9
-    for options in ({"bias": True}, {"head_dim": 800}, {"head_dim": 3}):
-        with pytest.raises(HypothesisError, match="RoPE"):
-            parameter_nullity(**({"head_dim": 64, "width": 768, "rope": True} | options))
+def test_nullity_table_values():
+    assert parameter_nullity(64, 768) == 64**2 and parameter_nullity(64, 768, bias=True) == 64**2 + 64
+    assert parameter_nullity(64, 768, rope=True) == 64 and parameter_nullity(5, 3) == 2 * 3 * 5 - 9

@@ -8,7 +8,6 @@ import torch
 import wellcond.jacobian.diagnosis as bounds
 import wellcond.jacobian.head as factors_module
 from theory import cases
-from theory.papers import Printed
 from theory.reference import F64, head, lambda_hat, softmax_jacobian, tensor
 from wellcond.errors import HypothesisError, UnknownChoiceError, WeightError, WellcondError
 from wellcond.jacobian.head import build_factors
@@ -52,22 +51,6 @@ def test_records_are_frozen_and_say_what_they_bound():
     assert (bound.quantity, bound.relation) == ("sigma_max(J)^2", "<=") and bound.parts
 
 
-@pytest.mark.parametrize(
-    "relation, observed, contradicted",
-    [
-        ("<=", 1.0, False),
-        (">=", 1.0, False),
-        ("=", 1.0, False),
-        ("=", 1.1, True),
-        ("<=", math.inf, True),
-        (">=", 0.9, True),
-    ],
-)
-def test_contradicted(relation, observed, contradicted):
-    bound = Printed(name="x", value=1.0, hypotheses=(), quantity="x", relation=relation, parts={}, observed=observed)
-    assert bound.contradicted is contradicted
-
-
 def test_heads_refuse_what_has_no_probabilities():
     x, w = torch.randn(3, 2), torch.randn(1, 2)
     with pytest.raises(ValueError, match="expected x"):
@@ -95,7 +78,7 @@ def test_blocks_do_not_depend_on_the_chunks(monkeypatch):
     p, v = h.probabilities()[0], h.values()
     for chunk_bytes in (factors_module.CHUNK_BYTES, 1):  # all rows at once, and one by one
         monkeypatch.setattr(factors_module, "CHUNK_BYTES", chunk_bytes)
-        blocks = build_factors(h, compress=False)
+        blocks = build_factors(h)
         for z, found in ((h.keys(), blocks.m), (h.x, blocks.b)):
             expected = torch.stack([h.scale * v.T @ softmax_jacobian(row) @ z for row in p])
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

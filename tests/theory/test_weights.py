@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from theory.papers import theorem35, theorem38, theorem38_applies, theorem38_printed
+from theory.papers import theorem35, theorem38, theorem38_printed
 from theory.reference import F64, kappa, sigma, tensor
 from wellcond.errors import HypothesisError
 from wellcond.theory import saturation
@@ -28,16 +28,13 @@ def eye(rows, columns=None):
 def test_T1_identity_correction():
     a = diag(-9.5, -1)
     assert sigma(a + 10 * eye(2)).tolist() == [near(9), near(0.5)]
-    printed = theorem38_printed(a, 10.0)
-    assert printed.observed == near(18) and printed.applies
-    assert printed.hypotheses[1].numbers == {"ratio": near(2.1666666667), "kappa": near(9.5)}
-    corrected = theorem38(a, 10.0, strict=False)
-    assert corrected.value is None and corrected.hypotheses[1].numbers == {"ratio": near(39), "kappa": near(9.5)}
+    printed, corrected = theorem38_printed(a, 10.0), theorem38(a, 10.0)
+    assert printed.applies and (printed.observed, printed.ratio) == (near(18), near(13 / 6))
+    assert not corrected.applies and corrected.ratio == near(39)
     assert sigma(diag(-10, -1) + 10 * eye(2)).tolist() == [near(9), 0.0]
     attained = theorem38(diag(1, -1, 0.1), 2.0)
     assert sigma(diag(1, -1, 0.1) + 2 * eye(3)).tolist() == [near(3), near(2.1), near(1)]
-    assert attained.value == near(3) == attained.observed and attained.parts["kappa"] == near(10)
-    assert attained.contradicted is False
+    assert attained.value == near(3) == attained.observed and not attained.contradicted
 
 
 def test_T1_polar_correction():
@@ -92,39 +89,29 @@ def test_theorem_35_has_no_counterexample(case):
 @given(matrices, st.floats(0.01, 100))
 def test_corrected_theorem_38_has_no_counterexample(case, ratio):
     w = draw(case)
-    lam = ratio * float(sigma(w)[0])
-    found = theorem38(w, lam, strict=False)
-    assert found.contradicted in (False, None)
-    if found.applies:
-        assert found.value < found.parts["kappa"] and found.observed < found.parts["kappa"]
-        assert lam > found.parts["sigma_max"] * (1 if math.isinf(found.parts["kappa"]) else _threshold(found))
-
-
-def _threshold(found):
-    k = found.parts["kappa"]
-    return (k + 1) / (k - 1) * (1 - 1e-9)
+    before, lam = kappa(w), ratio * float(sigma(w)[0])
+    found = theorem38(w, lam)
+    assert not found.contradicted
+    if found.applies and not math.isinf(before):
+        assert max(found.value, found.observed) < before * (1 + 1e-9)
+        assert lam > float(sigma(w)[0]) * (before + 1) / (before - 1) * (1 - 1e-9)
 
 
 def test_random_search_contradicts_the_printed_theorem_38_only():
-    counts = {"printed": 0, "wrong": 0, "corrected": 0, "still wrong": 0}
-    for _ in range(2000):
+    wrong = applicable = 0
+    for _ in range(1000):
         a = torch.randn(3, 3, dtype=F64) * 10 ** float(torch.empty(()).uniform_(-1, 1))
         lam = 2 + 10 * float(torch.rand(()))
-        printed, corrected = theorem38_printed(a, lam, strict=False), theorem38(a, lam, strict=False)
-        counts["printed"] += printed.applies
-        counts["wrong"] += bool(printed.contradicted)
-        counts["corrected"] += corrected.applies
-        counts["still wrong"] += bool(corrected.contradicted or (corrected.applies and printed.contradicted))
-    assert counts["wrong"] > 10 and counts["corrected"] > 100 and counts["still wrong"] == 0, counts
+        printed, corrected = theorem38_printed(a, lam), theorem38(a, lam)
+        wrong, applicable = wrong + printed.contradicted, applicable + corrected.applies
+        assert not corrected.contradicted and not (corrected.applies and printed.contradicted)
+    assert wrong > 5 and applicable > 50
 
 
-def test_weight_theorems_refuse_the_zero_matrix():
+def test_weight_theorems_leave_the_zero_matrix_out():
     zero = torch.zeros(2, 3, dtype=F64)
-    with pytest.raises(HypothesisError, match="W is not zero"):
-        theorem35(zero)
-    record = theorem35(zero, strict=False)
-    assert record.value is None and not record.applies and not record.correction.any() and not record.strictly_less
-    assert not theorem38_applies(zero, 5.0)
+    found = theorem35(zero)
+    assert math.isnan(found.value) and not found.correction.any() and not theorem38(zero, 5.0).applies
 
 
 def test_saturation_rule():
