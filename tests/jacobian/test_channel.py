@@ -96,39 +96,6 @@ def test_rank_is_that_of_the_tokens_times_the_channels(n, D, c, e, biased):
     assert numerical_rank(torch.linalg.svdvals(head.as_matrix())) == expected
 
 
-def heads_of(module, heads):
-    """(q, k, v) weights and biases of each head of a fused qkv."""
-    weight = module.qkv.weight.view(3, heads, -1, module.qkv.in_features)
-    bias = module.qkv.bias.view(3, heads, -1)
-    return [(weight[:, h], bias[:, h]) for h in range(heads)]
-
-
-def test_xcit_of_timm():
-    timm = pytest.importorskip("timm.models.xcit")
-    torch.manual_seed(0)
-    module, x = timm.XCA(6, num_heads=2, qkv_bias=True).double().eval(), normals(1)(5, 6)
-    outputs = [ChannelHead(x, *w, 1.0, *b, biases=True).output() for w, b in heads_of(module, 2)]
-    torch.testing.assert_close(module.proj(torch.cat(outputs, -1)), module(x[None])[0])
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_channel_attention_of_davit_in_timm(version):
-    timm = pytest.importorskip("timm.models.davit")
-    torch.manual_seed(0)
-    kind = timm.ChannelAttention if version == 1 else timm.ChannelAttentionV2
-    module, x = kind(6, num_heads=2, qkv_bias=True).double().eval(), normals(1)(5, 6)
-    outputs = []
-    for w, b in heads_of(module, 2):
-        if version == 1:
-            (w_q, w_k, w_v), (b_q, b_k, b_v) = w, b  # k plays the query, v the key and q the value
-            head = ChannelHead(x, w_k, w_v, w_q, 3**-0.5, b_k, b_v, b_q, normalise=False, biases=True)
-        else:
-            head = ChannelHead(x, *w, 5**-0.5, *b, normalise=False, biases=True)
-        check_head(head, *channel_function(head))
-        outputs.append(head.output())
-    torch.testing.assert_close(module.proj(torch.cat(outputs, -1)), module(x[None])[0])
-
-
 def test_its_spectrum():
     got = operator_spectrum(ChannelHead(X, WQ, WK, WV, 1.0))
     assert (got.sigma_max, got.sigma_min) == pytest.approx((2.456715868, 0.02476705854), rel=1e-9)

@@ -1,7 +1,6 @@
 """Heads whose queries and keys pass a map, against automatic differentiation; `check_form` serves all forms."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -137,24 +136,6 @@ def test_rank_of_a_generic_rotary_head():
     form = mapped_head(head, lambda rows: rope(rows, *angles(40, d, "half"), "half"))
     assert form.rank_bound().rank == 2 * d * D + 2 * D - d
     assert numerical_rank(torch.linalg.svdvals(form.as_matrix())) == form.rank_bound().rank
-
-
-def test_swin_v2_cosine_attention_against_timm():
-    timm = pytest.importorskip("timm.models.swin_transformer_v2")
-    torch.manual_seed(0)
-    attention = timm.WindowAttention(6, window_size=(2, 2), num_heads=2).double().eval()
-    x = normals(7)(4, 6)
-    scale = attention.logit_scale.clamp(max=math.log(1 / 0.01)).exp().flatten().tolist()
-    table = attention.cpb_mlp(attention.relative_coords_table).view(-1, 2)
-    bias = 16 * torch.sigmoid(table[attention.relative_position_index.view(-1)].view(4, 4, 2).permute(2, 0, 1))
-    w_q, w_k, w_v = attention.qkv.weight.view(3, 2, 3, 6)
-    (b_q, b_v) = (b.view(2, 3) for b in (attention.q_bias, attention.v_bias))
-    outputs = [
-        mapped_head(Head(x, w_q[h], w_k[h], w_v[h], scale[h], b_q=b_q[h], b_v=b_v[h], mask=bias[h]), cosine).output()[0]
-        for h in range(2)
-    ]
-    ours = attention.proj(torch.cat(outputs, -1))
-    torch.testing.assert_close(ours, attention(x[None])[0])
 
 
 def test_weights_keep_relative_accuracy_when_attention_is_one_hot():

@@ -95,15 +95,18 @@ def test_a_measurement_leaves_no_trace(jacobian):
     assert_same_state(before, state_of(model))
 
 
-def test_points_are_what_measure_says():
-    model = vit()
-    tracker = wc.ConditionTracker(model, X[:1], heads=[1], budget=None)
-    report = wc.measure(model, X[:1], heads=[1])
-    assert [p.layer for p in tracker.points] == ["blocks.0.attn", "blocks.1.attn"]
-    for point, layer in zip(tracker.points, report.layers, strict=True):
-        assert point.condition_number == layer.heads[0].jacobian.condition_number
-        assert point.kappa_v == layer.heads[0].weights["v"].condition_number
-        assert point.entropy == layer.heads[0].diagnosis.attention.entropy and point.dead is False
+def test_points_are_what_measure_says_in_one_forward_pass(monkeypatch):
+    passes, run, model = [], capture_watch.run, vit()
+    monkeypatch.setattr(capture_watch, "run", lambda model, batch: passes.append(1) or run(model, batch))
+    tracker = wc.ConditionTracker(model, X[:3], every=2, heads=[1], budget=None, samples=3)
+    assert len(passes) == 1 and [p.layer for p in tracker.points] == ["blocks.0.attn", "blocks.1.attn"]
+    assert [len(tracker.step()) for _ in range(4)] == [0, 2, 0, 2] and len(passes) == 3
+    report = wc.measure(model, X[:3], heads=[1], samples=3)
+    for point, layer in zip(tracker.points[-2:], report.layers, strict=True):
+        [head] = layer.heads
+        assert point.condition_number == head.mean_kappa() and point.sigma_max == head.jacobian.sigma_max
+        assert point.bound_log10 == head.bound_log10 and point.kappa_v == head.weights["v"].condition_number
+        assert point.entropy == head.diagnosis.attention.entropy and point.dead is False
     assert json.loads(tracker.to_json().splitlines()[0])["layer"] == "blocks.0.attn"
     assert set(tracker.series("entropy")) == {("blocks.0.attn", 1), ("blocks.1.attn", 1)}
     with pytest.raises(ValueError, match="unknown quantity"):
@@ -136,23 +139,6 @@ def test_a_probe_inside_autocast_is_not_rounded():
         inside = wc.ConditionTracker(model, X[:1], budget=None).points
     assert None not in [p.condition_number for p in inside]
     assert [p.condition_number for p in inside] == [p.condition_number for p in outside]
-
-
-def test_without_a_budget_all_heads_are_measured_in_one_forward_pass(monkeypatch):
-    passes = []
-    run = capture_watch.run
-    monkeypatch.setattr(capture_watch, "run", lambda model, batch: passes.append(1) or run(model, batch))
-    model = vit()
-    tracker = wc.ConditionTracker(model, X[:1], every=2, budget=None, heads="all")
-    assert len(passes) == 1 and len(tracker.points) == 6
-    counts = [len(tracker.step()) for _ in range(4)]
-    assert counts == [0, 6, 0, 6] and len(passes) == 3
-    report = wc.measure(model, X[:1])
-    for point, head in zip(tracker.points[-6:], [h for layer in report.layers for h in layer.heads], strict=True):
-        assert point.condition_number == head.jacobian.condition_number
-        assert point.bound_log10 == head.bound_log10 > math.log10(point.condition_number)
-    again = wc.ConditionTracker(model, X[:1], every=2, budget=None, heads="all").points
-    assert [undated(p) for p in again] == [dataclasses.replace(undated(p), step=0) for p in tracker.points[-6:]]
 
 
 def undated(point):
@@ -192,17 +178,6 @@ def test_raw_weights_are_the_stored_ones():
         assert getattr(point, f"raw_kappa_{role}") > 2 >= getattr(point, f"kappa_{role}") - 1e-6
         # polar adds sigma_1 times the orthogonal factor
         assert getattr(point, f"sigma_max_{role}") == pytest.approx(2 * float(sigma[0]), rel=1e-4)
-
-
-def test_samples_are_averaged_geometrically():
-    model = vit()
-    chosen = {"heads": [2], "sites": wc.find_attention(model)[:1]}
-    [point] = wc.ConditionTracker(model, X[:3], samples=3, budget=None, **chosen).points
-    ones = [wc.measure(model, X[i : i + 1], layers=[0], heads=[2]).layers[0].heads[0] for i in range(3)]
-    kappas = [one.jacobian.condition_number for one in ones]
-    assert len(set(kappas)) == 3
-    assert point.condition_number == pytest.approx(math.prod(kappas) ** (1 / 3))
-    assert point.sigma_max == pytest.approx(ones[0].jacobian.sigma_max) and point.entropy == ones[0].attention.entropy
 
 
 def test_resuming_counts_on_and_repeats_nothing():
