@@ -235,6 +235,7 @@ class Recipe(Settings):
 
 NEUTRAL = {
     "data.test_split": None,
+    "task.stride": None,
     "schedule.rate_of": "update",
     "schedule.over_warmup": False,
     "augmentation.mixed_together": 1,
