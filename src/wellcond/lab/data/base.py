@@ -81,6 +81,37 @@ class TensorDataset:
 
 
 @dataclass(frozen=True, eq=False)
+class RowDataset:
+    """Examples of something with rows by number, all or those in `rows`."""
+
+    data: Any
+    name: str
+    """What errors call it: its file, or data set and split."""
+    kind: Literal["image", "text", "tokens"] = "text"
+    columns: tuple[Any, ...] = ()
+    """Of the inputs in a row, by name or place; none before they are known."""
+    labels: Tensor | None = None
+    """One for each example."""
+    rows: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.data) if self.rows is None else len(self.rows)
+
+    def row_of(self, index: int) -> int:
+        """The row of an example."""
+        return range(len(self))[index] if self.rows is None else int(self.rows[index])
+
+    def take(self, rows: Tensor) -> Self:
+        """Some of the examples."""
+        labels = None if self.labels is None else self.labels[rows]
+        return replace(self, labels=labels, rows=rows if self.rows is None else self.rows[rows])
+
+    def locate(self, row: int) -> str:
+        """The place of a row, as an error names it."""
+        return f"{self.name}, row {row} (the first is 0)"
+
+
+@dataclass(frozen=True, eq=False)
 class Data:
     """A training split, an evaluation split, and what they are about."""
 

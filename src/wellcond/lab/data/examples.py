@@ -6,7 +6,7 @@ import contextlib
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from wellcond.errors import DataError
 from wellcond.lab.data.base import (
     Data,
+    RowDataset,
     TensorDataset,
     draw_fraction,
     draw_subset,
@@ -43,26 +44,15 @@ def fixed_randomness(index: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class ExampleDataset:
+class ExampleDataset(RowDataset):
     """Examples of a map-style dataset.
 
     Reading one is seeded by its number: a transform that draws random numbers gives the same example in every epoch and
     after resuming. Augmentation that differs by epoch is the recipe's.
     """
 
-    data: Any
-    name: str
-    kind: Literal["image", "text", "tokens"]
-    columns: tuple[Any, ...]
-    """Keys of the inputs in an example, or their places."""
-    labels: Tensor | None = None
-    rows: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.data) if self.rows is None else len(self.rows)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = range(len(self))[index] if self.rows is None else int(self.rows[index])
+        row = self.row_of(index)
         found = _read(self.data, row)
         values = [_input(found.get(column)) for column in self.columns]
         if any(kind != self.kind for kind, _ in values):
@@ -84,15 +74,6 @@ class ExampleDataset:
         value = example[self.kind]
         value = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         return str(tuple(value.shape)).encode() + TensorDataset("image", value[None], None).content(0)
-
-    def take(self, rows: Tensor) -> ExampleDataset:
-        """Some of the examples."""
-        labels = None if self.labels is None else self.labels[rows]
-        return replace(self, labels=labels, rows=rows if self.rows is None else self.rows[rows])
-
-    def locate(self, row: int) -> str:
-        """The place of a row, as an error names it."""
-        return f"{self.name}, example {row} (the first is 0)"
 
 
 KINDS = (

@@ -5,39 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from wellcond.errors import DataError
 from wellcond.files import read_regular
-from wellcond.lab.data.base import Data, SourceConfig, register_source
+from wellcond.lab.data.base import Data, register_source
 from wellcond.lab.data.disk import find_files
 from wellcond.lab.data.examples import ExampleDataset
-from wellcond.lab.data.tables import NAME, find_splits, name_of, opened, read_table, suffix_of
+from wellcond.lab.data.tables import find_splits, name_of, opened, read_table, suffix_of
+from wellcond.lab.data.text import TextConfig
 
 ORDER = ("train", "validation", "test")
 """Splits of a set that was cut from one text, in the order of the text."""
 
 
-class OneTextConfig(SourceConfig):
-    """Settings of `one_text`; either `id` or `files` says where the text is."""
+class OneTextConfig(TextConfig):
+    """Settings of `one_text`; files, or splits in the order train, validation, test, are joined."""
 
     source: Literal["one_text"] = "one_text"
-    id: str | None = Field(None, pattern=rf"^{NAME}(/{NAME})?$")
-    """Of a mirror, or of the hub; its splits are joined in the order train, validation, test."""
     revision: str | None = Field(None, pattern=r"^[\w./-]+$")
     """Branch, tag or commit of the hub, where the main one has no data files."""
-    files: str | list[str] | None = None
-    """Path or glob pattern of text files, or a list of them, joined in this order."""
-    text: str = "text"
-    """Column of the text, where it is in a table."""
     held_out: float = Field(0.1, gt=0, lt=1)
     """Share of the characters at the end that is evaluated on."""
-
-    @model_validator(mode="after")
-    def _one_place(self) -> OneTextConfig:
-        if (self.id is None) == (self.files is None):
-            raise ValueError(f"expected either 'id' or 'files', got {'neither' if self.id is None else 'both'}.")
-        return self
 
 
 @register_source(OneTextConfig)

@@ -23,7 +23,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from wellcond.errors import DataError, WellcondError
-from wellcond.lab.data.base import Data, SourceConfig, draw_fraction, draw_subset, listed, register_source
+from wellcond.lab.data.base import Data, RowDataset, SourceConfig, draw_fraction, draw_subset, listed, register_source
 from wellcond.lab.data.disk import contents, find_files, find_in_mirror, import_datasets, in_a_mirror
 from wellcond.lab.data.images import decode_image, read_image
 
@@ -94,49 +94,26 @@ class HubConfig(TableConfig):
 
 
 @dataclass(frozen=True, eq=False)
-class TableDataset:
-    """Rows of a memory-mapped table, all or those in `rows`; it has no `columns` before its inputs are known."""
+class TableDataset(RowDataset):
+    """Rows of a memory-mapped table, a `datasets.Dataset`."""
 
-    data: Any
-    """A `datasets.Dataset`."""
-    name: str
-    """What errors call it: its file, or data set and split."""
-    kind: Literal["image", "text"] = "text"
-    columns: tuple[str, ...] = ()
-    labels: Tensor | None = None
-    """One for each row of the dataset."""
-    rows: Tensor | None = None
     paths: bool = False
     """Whether an image may be a path instead of bytes: a file could name any, an object in Python is trusted."""
-
-    def __len__(self) -> int:
-        return len(self.data) if self.rows is None else len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, values = self._read(index)
         example: dict[str, Any] = dict(zip(("text", "text_pair"), values, strict=False))
         if self.kind == "image":
             example = {"image": decode_image(values[0], self.locate(row))}
-        if self.labels is not None:
-            example["label"] = self.labels[index].item()
-        return example
+        return example if self.labels is None else example | {"label": self.labels[index].item()}
 
     def content(self, index: int) -> bytes:
         """The encoded image, or the texts in UTF-8."""
         _, values = self._read(index)
         return values[0] if self.kind == "image" else b"\0".join(value.encode() for value in values)
 
-    def take(self, rows: Tensor) -> TableDataset:
-        """Some of the examples."""
-        labels = None if self.labels is None else self.labels[rows]
-        return replace(self, labels=labels, rows=rows if self.rows is None else self.rows[rows])
-
-    def locate(self, row: int) -> str:
-        """The place of a row, as an error names it."""
-        return f"{self.name}, row {row} (the first is 0)"
-
     def _read(self, index: int) -> tuple[int, list[Any]]:
-        row = range(len(self))[index] if self.rows is None else int(self.rows[index])
+        row = self.row_of(index)
         example = self.data[row]
         values = [example[name] for name in self.columns]
         if isinstance(values[0], dict):

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,28 +38,33 @@ PIECE = 2**24
 Ids = NDArray[np.unsignedinteger[Any]]
 
 
-class TextStreamConfig(SourceConfig):
-    """Settings of `text_stream`; either `id` or `files` says where the text is."""
+class TextConfig(SourceConfig):
+    """Where a text is: either `id` or `files` says so."""
+
+    id: str | None = Field(None, pattern=rf"^{NAME}(/{NAME})?$")
+    """Of a mirror, or of the hub."""
+    files: str | list[str] | None = None
+    """Path or glob pattern, or a list of them: parquet, or jsonl and txt, perhaps compressed."""
+    text: str = "text"
+    """Column of the text, where it is in a table."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.id is None) == (self.files is None):
+            raise ValueError(f"expected either 'id' or 'files', got {'neither' if self.id is None else 'both'}.")
+        return self
+
+
+class TextStreamConfig(TextConfig):
+    """Settings of `text_stream`; a line of a text file is a document. The cache is not compared with the hub again."""
 
     source: Literal["text_stream"] = "text_stream"
-    id: str | None = Field(None, pattern=rf"^{NAME}(/{NAME})?$")
-    """Of the hub, or of a mirror; what is in the cache is not compared with the hub again."""
     config: str | None = Field(None, pattern=rf"^{NAME}$")
     split: str = "train"
-    files: str | list[str] | None = None
-    """Path or glob pattern, or a list of them: parquet, or jsonl and txt (a line is a document), perhaps compressed."""
-    text: str = "text"
-    """Column of the texts."""
     limit_bytes: PositiveInt | None = None
     """Read no further than the document in which so many bytes are reached; null: to the end."""
     evaluation_documents: PositiveInt = 1000
     """The first so many are evaluated on, and not trained on."""
-
-    @model_validator(mode="after")
-    def _one_place(self) -> TextStreamConfig:
-        if (self.id is None) == (self.files is None):
-            raise ValueError(f"expected either 'id' or 'files', got {'neither' if self.id is None else 'both'}.")
-        return self
 
 
 @register_source(TextStreamConfig)
