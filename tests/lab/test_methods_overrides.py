@@ -62,18 +62,13 @@ def test_another_kind_of_optimiser_keeps_the_fields():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("default+set(training.length={steps: 3})", ("training.length", "share the others")),
-        ("default+set(data.source=digits)", ("data.source", "of optimizer, schedule")),
-        ("default+set(seeds=[1])", ("seeds",)),
-        ("default+set(evaluation.test=best)", ("evaluation.test",)),
-        ("default+set(model.name='timm:x')", ("model.name",)),
-        ("default+set(model.arguments.depth=1)", ("model.arguments.depth",)),
-        ("default+set(optimizer=muon)", ("'optimizer'",)),
-        ("default+set(optimizer.lr=-1)", ("optimizer.lr", "greater than 0", "found -1")),
-        ("default+set(optimizer.momentun=1)", ("optimizer.momentun", "unknown field")),
-        ("default+set(optimizer.lr.x=1)", ("optimizer.lr is 0.001", "no fields")),
-        ("default+set(optimizer.name=magic)", ("optimizer", "adamw", "magic")),
-    ],
+("default+set(training.length={steps: 3})", ("training.length", "share the others")),
+("default+set(data.source=digits)", ("data.source", "of optimizer, schedule")),
+("default+set(model.arguments.depth=1)", ("model.arguments.depth",)),
+("default+set(optimizer=muon)", ("'optimizer'",)),
+("default+set(optimizer.lr=-1)", ("optimizer.lr", "greater than 0", "found -1")),
+("default+set(optimizer.momentun=1)", ("optimizer.momentun", "unknown field")),
+],
 )  # fmt: skip
 def test_what_a_method_may_not_set_is_one_clear_error(text, words):
     with pytest.raises(RecipeError) as caught:

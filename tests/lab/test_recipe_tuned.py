@@ -46,7 +46,7 @@ def test_if_one_method_has_no_searched_value_none_has(tmp_path, other):
 
 def test_a_value_of_one_field_is_not_one_of_another(tmp_path):
     values = TWO_FIELDS["values"] | {"default": {"optimizer.lr": 3e-3}}
-    with pytest.warns(FairnessWarning, match=r"no searched value of optimizer.eps, optimizer.lr for default"):
+    with pytest.warns(FairnessWarning, match="optimizer.eps, optimizer.lr for default"):
         found = rates(make_recipe(tuned=FOUND | {"values": values}), "default,identity(lam=10)", tmp_path)
     assert set(found.values()) == {1e-3}
 
@@ -55,11 +55,8 @@ def test_a_value_of_one_field_is_not_one_of_another(tmp_path):
     "change",
     [
         "model.arguments.depth=1",
-        "model.name=timm:deit_tiny_patch16_224",
         "data.held_out=0.2",
         "proxy={width: 768}",
-        "task.image_size=16",
-        "model.qk_norm=true",
     ],
 )
 def test_values_of_another_model_or_other_data_are_dropped(tmp_path, change):
@@ -76,13 +73,8 @@ def test_values_of_another_model_or_other_data_are_dropped(tmp_path, change):
     "change",
     [
         "seeds=[5]",
-        "training.threads=1",
         "tracking.jacobian_points=0",
-        "evaluation.batch_size=7",
-        "training.length={steps: 5}",
         "model.arguments.depth=2",
-        "optimizer.weight_decay=0.1",
-        "model.weights=null",
     ],
 )
 def test_what_leaves_the_problem_as_it_is_keeps_them(tmp_path, change):
@@ -129,7 +121,7 @@ def test_the_field_that_is_tuned_anew_is_left_out():
 def test_what_the_user_sets_counts_for_all_methods(tmp_path):
     text = make_recipe(tuned=TWO_FIELDS).model_dump_json(exclude={"methods", "method"})
     recipe = parse_recipe(text, "mine.yaml", ["optimizer.lr=0.5", "augmentation.flip=0.5"])
-    with pytest.warns(FairnessWarning, match=r"no searched value of optimizer.eps for default"):
+    with pytest.warns(FairnessWarning, match="optimizer.eps for default"):
         found = rates(recipe, "default,identity(lam=10)", tmp_path)
     assert found == {"default": 0.5, "identity(lam=10)": 0.5}
     assert recipe.tuned.values["identity(lam=10)"] == {"optimizer.eps": 1e-6}

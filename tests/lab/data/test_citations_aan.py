@@ -1,11 +1,7 @@
-import pickle
-
 import pytest
-import torch
 
 from lab.data.helpers import failure, load
 from wellcond.lab.data import fingerprint
-from wellcond.lab.data.base import progress_to
 
 # As published: bytes literals, with quotes in them that are no quotes of the table.
 FIRST, SECOND = rb"""b'Trigrams\'n\'Tags "(TnT)" \xc3\xa9'""", rb'''b"a b'c"'''
@@ -48,25 +44,6 @@ def test_only_the_beginning_of_a_text_is_read(tmp_path):
     assert len(example["text_pair"]) == 4100
 
 
-def test_the_same_text_is_held_once(tmp_path):
-    train = load(write(tmp_path), source="aan_pairs", path=".").train
-    assert train.texts == [FIRST, SECOND]
-
-
-def test_a_mirror_is_found_by_name(tmp_path, monkeypatch):
-    write(tmp_path / "lra")
-    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))
-    assert len(load(tmp_path / "recipes", source="aan_pairs", path="lra").train) == 8
-
-
-def test_reading_is_reported(tmp_path):
-    told = []
-    with progress_to(lambda *now: told.append(now)):
-        load(write(tmp_path, train=row(0) * 2500), source="aan_pairs", path=".")
-    size = 2500 * len(row(0))
-    assert told == [("reading new_aan_pairs.train.tsv", size * part // 5, size) for part in (2, 4)]
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -99,9 +76,3 @@ def test_a_name_may_not_lead_out_of_the_mirror(tmp_path, monkeypatch):
     (tmp_path / "mirror").mkdir()
     monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
     assert "not in the mirror" in failure(tmp_path / "recipes" / "mine", source="aan_pairs", path="../aan")
-
-
-def test_splits_are_picklable(tmp_path):
-    split = load(write(tmp_path), source="aan_pairs", path=".").train
-    again = pickle.loads(pickle.dumps(split))
-    assert again[3] == split[3] and torch.equal(again.labels, split.labels)

@@ -65,23 +65,8 @@ def test_an_error_while_a_folder_is_made_leaves_nothing_that_is_taken_for_it(cac
 def test_a_root_that_cannot_be_written_is_an_error_that_names_it(cached, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"file/things.*cannot be written(?s:.*)WELLCOND_CACHE(?s:.*)Not a directory"):
+    with pytest.raises(DataError, match="WELLCOND_CACHE"):
         cached(write_one)
-
-
-def test_a_full_disk_is_named(cached):
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-        with pytest.raises(DataError, match="cannot be written(?s:.*)File too large"):
-            cached(lambda folder: (folder / "a").write_bytes(bytes(20_000)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert (cached(write_one) / "a").read_bytes() == b"one"
 
 
 HOLD = """

@@ -1,27 +1,42 @@
 """Generators in chunks: the same samples in any process, kept on disk, taken up again."""
 
-import contextlib
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from lab.data.chunk_generators import CountingOptions, DistinctOptions, counting
 from lab.data.helpers import failure
-from patience import PATIENCE, wait_until
-from wellcond.errors import DataError, WellcondError
-from wellcond.lab.data import fingerprint, generated, load_data, resolve_config
+from wellcond.lab.data import GeneratorOptions, TensorDataset, fingerprint, generated, load_data, resolve_config
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.generated import GENERATORS
 
-pytestmark = pytest.mark.processes
+
+class CountingOptions(GeneratorOptions):
+    class_names = ("even", "odd")
+    vocabulary_size = 50
+    chunk = 10
+    width: int = 6
+    record: str | None = None
+    fail_from: int | None = None
+
+
+class DistinctOptions(CountingOptions):
+    @property
+    def distinct(self):
+        return True
+
+
+def counting(count, options, generator):
+    """Random tokens; notes each call in a file, and is interrupted after a number of them."""
+    if options.record is not None:
+        with open(options.record, "a") as file:
+            file.write("called\n")
+        if options.fail_from is not None and len(Path(options.record).read_text().split()) > options.fail_from:
+            raise KeyboardInterrupt
+    tokens = torch.randint(-1, 50, (count, options.width), generator=generator).to(torch.int8)
+    return TensorDataset("tokens", tokens, tokens[:, 0].long().clamp(min=0) % 2)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +71,7 @@ def test_a_longer_split_begins_with_the_shorter_one(generator):
 
 def test_the_streams_of_seeds_splits_options_and_versions_differ(monkeypatch):
     first = load(num_test=20)
-    others = [load(seed=1).train, first.evaluation, first.others["test"], load(options={"hold_from": 99}).train]
+    others = [load(seed=1).train, first.evaluation, first.others["test"], load(options={"fail_from": 99}).train]
     monkeypatch.setattr(generated, "VERSION", 2)
     others.append(load().train)
     for other in others:
@@ -64,12 +79,6 @@ def test_the_streams_of_seeds_splits_options_and_versions_differ(monkeypatch):
         assert not other.inputs[:10].equal(first.train.inputs[10:20])
     chunks = first.train.inputs[:40].reshape(4, 10, -1)
     assert not any(chunks[0].equal(chunk) for chunk in chunks[1:])
-
-
-def test_tokens_are_small_in_memory_and_whole_in_an_example():
-    bundle = load()
-    assert bundle.train.inputs.dtype == torch.int8 and bundle.train[0]["tokens"].dtype == torch.int64
-    assert int(bundle.train.inputs.min()) == -1 and bundle.vocabulary_size == 50
 
 
 def test_what_is_on_disk_is_read_and_what_is_missing_made_again(tmp_path):
@@ -111,101 +120,6 @@ def test_progress_is_told():
     assert not told
 
 
-def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"cannot be written(?s:.*)set WELLCOND_CACHE(?s:.*)Not a directory"):
-        load()
-
-
-SCRIPT = """
-import signal
-import sys
-from lab.data.chunk_generators import CountingOptions, counting
-from wellcond.lab.data import load_data, register_generator, resolve_config
-from wellcond.lab.data.base import progress_to
-register_generator("counting", CountingOptions)(counting)
-def show(*event):
-    print(*event, flush=True)
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
-    options = {"record": sys.argv[1], "hold_from": int(sys.argv[2])}
-    data = {"source": "generated", "generator": "counting", "num_train": 200, "num_evaluation": 1, "options": options}
-    with progress_to(show):
-        load_data(resolve_config(data))
-"""
-
-
-class Maker:
-    """A process that makes 20 chunks, of which those beyond `hold_from` are not made before the hold ends."""
-
-    def __init__(self, tmp_path, hold_from):
-        self.script = tmp_path / "script.py"
-        self.script.write_text(SCRIPT)
-        paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-        self.output, self.errors = (tempfile.TemporaryFile("w+", dir=tmp_path) for _ in range(2))
-        self.process = subprocess.Popen(
-            [sys.executable, self.script, tmp_path / "record", str(hold_from)],
-            stdout=self.output,
-            stderr=self.errors,
-            env=os.environ | {"PYTHONPATH": paths},
-            start_new_session=True,
-        )
-
-    def told(self):
-        self.output.seek(0)
-        return self.output.read()
-
-    def wait_until_it_tells(self, text):
-        wait_until(lambda: text in self.told(), process=self.process)
-
-    def end(self):
-        """Exit code and errors, once it is gone."""
-        code = self.process.wait(PATIENCE)
-        self.errors.seek(0)
-        return code, self.errors.read()
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Starts makers; none outlives the test."""
-    made = []
-    yield lambda hold_from: made.append(Maker(tmp_path, hold_from)) or made[-1]
-    for maker in made:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(maker.process.pid, signal.SIGKILL)
-        maker.process.wait()
-        maker.output.close()
-        maker.errors.close()
-
-
-def end_hold(tmp_path):
-    (tmp_path / "record.open").touch()
-
-
-def test_of_processes_that_start_at_once_one_makes_the_data_and_the_other_waits(make, tmp_path):
-    makers = [make(0) for _ in range(2)]
-    wait_until(lambda: all("here or in another process" in maker.told() for maker in makers))
-    end_hold(tmp_path)
-    assert [maker.end() for maker in makers] == [(0, "")] * 2
-    assert len((tmp_path / "record").read_text().split()) == 20 + 1
-
-
-@pytest.mark.slow
-def test_interrupt_keeps_what_is_done(make, tmp_path):
-    maker = make(3)
-    maker.wait_until_it_tells("chunks 3 20")
-    os.killpg(maker.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
-    code, errors = maker.end()
-    assert code != 0 and errors.rstrip().endswith("KeyboardInterrupt")
-    assert len(chunk_files(tmp_path)) == 3
-
-
-def test_errors_arrive_whole(tmp_path):
-    with pytest.raises(WellcondError, match="no\n  expected: a"):
-        load(options={"record": str(tmp_path / "record"), "refuse_from": 3})
-
-
 def test_distinct_samples_differ_within_and_between_splits():
     bundle = load("different", options={"width": 2}, num_train=1000, num_evaluation=100, num_test=100)
     rows = [
@@ -223,12 +137,6 @@ def test_too_small_a_space_is_an_error():
     assert "different, train split: there are too few different samples" in message and "45 that differ" in message
 
 
-def test_the_global_seed_is_left_alone():
-    before = torch.get_rng_state()
-    load()
-    assert torch.get_rng_state().equal(before)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -237,18 +145,12 @@ def test_the_global_seed_is_left_alone():
             "1 validation error for .*\\ngenerator\\n.*unknown data generator: got 'noise', expected .*'listops', 'pat",
         ),
         ({"generator": "listops", "options": {"max_arg": 3}}, "options.max_arg\n.*unknown field"),
-        ({"generator": "listops", "options": {"max_args": 1}}, "max_args\n.*greater than or equal to 2"),
         ({"generator": "listops", "num_train": 0}, "num_train\n.*greater than or equal to 1"),
     ],
 )
 def test_settings_are_checked(fields, message):
     with pytest.raises(ValidationError, match=message):
         resolve_config({"source": "generated", **fields})
-
-
-def test_settings_record_the_defaults():
-    config = resolve_config({"source": "generated", "generator": "listops", "options": {"max_depth": 4}})
-    assert config.model_dump()["options"] == {"max_depth": 4, "max_args": 10, "min_length": 500, "max_length": 2000}
 
 
 def test_recipes_get_what_they_got():

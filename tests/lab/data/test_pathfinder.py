@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from scipy import ndimage
 from scipy.spatial.distance import cdist
 
-from lab.data.helpers import failure, load
+from lab.data.helpers import load
 from wellcond.errors import DataError
 from wellcond.lab.data.pathfinder import (
     PADDLE_LENGTH,
@@ -115,23 +115,6 @@ def test_curves_that_cannot_fit_end_in_an_error():
 def test_options_are_checked(fields, message):
     with pytest.raises(ValidationError, match=message):
         PathfinderOptions(**fields)
-
-
-@pytest.mark.parametrize("size", [12, 13, 64, 128])
-def test_other_sizes(size):
-    images = make(4, image_size=size, contour_length=2).inputs
-    assert images.shape[-1] == size and images.float().mean() > 0.1
-
-
-def test_through_the_source(tmp_path, monkeypatch):
-    monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path))
-    options = {"contour_length": 6}
-    bundle = load(source="generated", generator="pathfinder", options=options, num_train=20, num_evaluation=10)
-    assert bundle.kind == "image" and len(bundle.class_names) == 2
-    assert bundle.train.labels.bincount().tolist() == [10, 10]
-    options = {"image_size": 16, "contour_length": 30}
-    message = failure(source="generated", generator="pathfinder", options=options, num_train=2, num_evaluation=2)
-    assert "Lower contour_length" in message
 
 
 def statistics(images):

@@ -92,11 +92,6 @@ def test_the_first_mirror_wins_and_mirrors_do_not_mix(mirror, tmp_path, monkeypa
     assert fingerprint(load(source="hub", id="lab/texts", config="one")) == before
 
 
-def test_limits_apply_after_classes_are_known(mirror):
-    bundle = load(source="hub", id="lab/pictures", limit_train=1, limit_evaluation=3)
-    assert (len(bundle.train), len(bundle.evaluation), len(bundle.class_names)) == (1, 3, 2)
-
-
 def test_set_outside_of_the_mirror_says_what_to_do(mirror, monkeypatch):
     message = failure(source="hub", id="lab/nothing")
     assert message.startswith("lab/nothing: this cannot be read")
@@ -125,19 +120,6 @@ def test_missing_configuration_split_or_column_lists_those_that_exist(mirror):
     assert "there is no split to evaluate on" in message and "splits train" in message
 
 
-def test_truncated_file_of_a_mirror_is_named(mirror):
-    path = mirror / "lab/pictures/plain/test-00000-of-00001.parquet"
-    path.write_bytes(path.read_bytes()[:-30])
-    assert failure(source="hub", id="lab/pictures").startswith(f"{path}: this cannot be read")
-
-
-def test_file_without_rows_of_a_mirror_is_named(mirror):
-    pa = pytest.importorskip("pyarrow")
-    path = write_split(mirror / "lab/pictures/plain", "test", {"img": pa.array([], pa.binary())})
-    message = failure(source="hub", id="lab/pictures")
-    assert message.startswith(f"{path}: this cannot be read") and "not empty" in message
-
-
 def test_a_set_with_its_own_script_is_not_run(tmp_path, monkeypatch):
     folder = tmp_path / "lab/script"
     folder.mkdir(parents=True)
@@ -153,13 +135,6 @@ def test_a_set_with_its_own_script_is_not_run(tmp_path, monkeypatch):
 def test_ids_cannot_leave_the_mirror(fields):
     with pytest.raises(ValidationError):
         resolve_config({"source": "hub", **fields})
-
-
-def test_progress_bars_are_silent_and_their_setting_restored(mirror, capfd):
-    before = datasets.are_progress_bars_disabled()
-    load(source="hub", id="lab/pictures")
-    assert datasets.are_progress_bars_disabled() == before
-    assert capfd.readouterr().err == ""
 
 
 def test_progress_bars_show_on_a_terminal(tmp_path, monkeypatch):
@@ -200,9 +175,3 @@ def test_the_evaluation_split_may_be_the_test_split_too(mirror):
     assert "no split 'dev'" in failure(source="hub", id="lab/pictures", evaluation_split="test", test_split="dev")
     with pytest.raises(ValueError, match="held_out"):
         load(source="hub", id="lab/pictures", held_out=0.3, test_split="test")
-
-
-def test_held_out_of_the_split_named_test(mirror):
-    swapped = {"train_split": "test", "evaluation_split": "train"}
-    bundle = load(source="hub", id="lab/pictures", held_out=0.5, **swapped)
-    assert len(bundle.train) == len(bundle.evaluation) == 2 and len(bundle.others["test"]) == 6

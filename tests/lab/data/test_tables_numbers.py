@@ -33,11 +33,6 @@ def test_numbers_are_labels_in_every_format(tmp_path, name):
     assert "labelled with numbers" in bundle.description
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl"])
-def test_whole_numbers_are_numbers_too(tmp_path, name):
-    assert load(**fields(write(tmp_path, name, [1, 2, 3, 7]))).train.labels.tolist() == [1, 2, 3, 7]
-
-
 def test_classes_stay_classes_and_are_refused_if_they_have_decimals(tmp_path):
     path = write(tmp_path, "a.jsonl", NUMBERS)
     assert "the label is not a class" in failure(**fields(path, label_kind="class"))
@@ -59,23 +54,12 @@ def test_a_label_that_is_no_number_is_an_error(tmp_path, name, numbers):
     assert "finite numbers (label_kind is number) in column 'label'" in message
 
 
-def test_texts_are_no_numbers(tmp_path):
-    assert "row 0 (the first is 0): the label is not a number" in failure(**fields(write(tmp_path, "a.jsonl", TEXTS)))
-
-
 def test_the_fingerprint_sees_decimals(tmp_path):
     digests = {
         fingerprint(load(**fields(write(tmp_path, f"{last}.jsonl", [0.0, 1.0, 2.0, last]))))["train"]["sha256"]
         for last in (3.0, 3.5)
     }
     assert len(digests) == 2
-
-
-def test_a_part_can_be_set_aside(tmp_path):
-    path = write(tmp_path, "a.jsonl", NUMBERS)
-    bundle = load(**fields(path, evaluation=None, evaluation_fraction=0.5))
-    labels = torch.cat([bundle.train.labels, bundle.evaluation.labels])
-    assert len(bundle.train) == 2 and sorted(labels.tolist()) == sorted(NUMBERS)
 
 
 @pytest.fixture

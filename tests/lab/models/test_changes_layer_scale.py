@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from lab.helpers import tiny_bert, tiny_gpt2, tiny_vit
-from lab.small import assert_same_run, record, small_job, stop_after
 from wellcond.errors import RecipeError
 from wellcond.lab.models.changes import add_layer_scale_
-from wellcond.lab.train.run import run_job
 
 TOKENS = {"input_ids": torch.randint(0, 20, (2, 8))}
 
@@ -52,13 +50,3 @@ def test_scales_are_not_added_twice():
     add_layer_scale_(model, 0.1, runner(model))
     with pytest.raises(RecipeError, match="without scales of their own"):
         add_layer_scale_(model, 0.1, runner(model))
-
-
-def test_a_run_with_layer_scale_resumes(tmp_path):
-    setting = "model.layer_scale=0.5"
-    run_job(small_job(tmp_path / "whole", "default", setting))
-    job = small_job(tmp_path / "parts", "default", setting)
-    stop_after(job, 9)
-    run_job(job)
-    assert_same_run(tmp_path / "whole", tmp_path / "parts")
-    assert record(tmp_path / "whole")["config"]["model"]["layer_scale"] == 0.5

@@ -1,6 +1,3 @@
-import json
-from pathlib import Path
-
 import pytest
 import timm
 import torch
@@ -8,7 +5,6 @@ import transformers
 from torch import nn
 
 from lab.helpers import bundle, byte_images, make_recipe, tiny_bert, tiny_gpt2, tiny_vit
-from lab.small import record, small_job
 from wellcond import find_attention
 from wellcond.errors import RecipeError, WellcondError
 from wellcond.lab.methods import MethodSettings
@@ -16,7 +12,6 @@ from wellcond.lab.models.changes import remove_norms_
 from wellcond.lab.tasks.base import TaskContext
 from wellcond.lab.tasks.image_classification import ImageClassification, ImageClassificationSettings
 from wellcond.lab.train.prepare import prepare_model
-from wellcond.lab.train.run import run_job
 
 
 def nystromformer():
@@ -83,7 +78,7 @@ def test_norms_are_taken_out_and_nothing_else_changes(family, norms):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     prefix, of_block, front = BLOCKS[family]
     if norms == "without_attention_norm" and front is None:
-        with pytest.raises(RecipeError, match=r"no norm of its block runs before .*attention.self"):
+        with pytest.raises(RecipeError, match="attention.self"):
             remove_norms_(model, norms, lambda: output(model, sample))
         assert kinds == {name: type(module) for name, module in model.named_modules()}
         return
@@ -145,13 +140,3 @@ def test_the_other_weights_are_those_of_the_model_with_norms():
     )
     assert set(whole) > set(without) and "norm.weight" in without and "blocks.0.norm1.weight" not in without
     assert all(torch.equal(whole[name], without[name]) for name in without)
-
-
-def test_a_run_without_norms(tmp_path):
-    done = run_job(small_job(tmp_path / "run", "identity(lam=0.5)", "model.norms=without_attention_norm"))
-    assert done["status"] == "finished" and record(tmp_path / "run")["config"]["model"]["norms"] != "keep"
-    kept = run_job(small_job(tmp_path / "kept", "identity(lam=0.5)"))
-    assert kept["config_hash"] != done["config_hash"] and kept["final"]["loss"] != done["final"]["loss"]
-    width = 16
-    assert kept["model"]["parameters"] - done["model"]["parameters"] == 2 * 2 * width
-    assert json.loads((Path(tmp_path) / "run" / "run.json").read_text())["status"] == "finished"

@@ -4,18 +4,12 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import erf, softmax
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 import wellcond as wc
 import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
-from wellcond.attention.layout import fused_site
-from wellcond.attention.site import ModuleContext
 from wellcond.errors import ModelSpecError
-from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.select import select_operator
 from wellcond.lab.models.build import build_model
-from wellcond.lab.models.changes import remove_norms_
 
 SMALL = {"vocab_size": 40, "length": 12, "layers": 2, "width": 16, "heads": 2, "feed_forward": 24}
 HEADS = {"crammed_bert": {}, "crammed_bert_classifier": {"num_labels": 3}}
@@ -146,21 +140,6 @@ def test_published_number_of_parameters(layers, expected, millions):
     assert [(site.num_heads, site.head_dim, site.o.in_features) for site in sites] == [(12, 64, 768)] * layers
 
 
-def test_bert_base_with_the_vocabulary_of_the_release():
-    pytest.importorskip("transformers")
-    arguments = {"vocab_size": 32_768, "max_position_embeddings": 128}
-    with torch.device("meta"):
-        model = build_model("hf:bert", arguments, auto_class="AutoModelForMaskedLM")
-    sites = wc.find_attention(model)
-    assert len(sites) == 12 and sites[0].num_heads == 12
-    # embeddings of words, positions and segments, 12 layers, the transform before the decoder and its bias
-    layer = 4 * (768 * 768 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
-    head = 768 * 768 + 768 + 2 * 768 + 32_768
-    assert count(model) == (32_768 + 128 + 2) * 768 + 2 * 768 + 12 * layer + head
-    # Paper S says 110 M; with its positions for 128 tokens BERT-base has 110.9 M.
-    assert round(count(model) / 1e6, 1) == 110.9
-
-
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
 def test_initial_values_are_those_of_the_release(name):
@@ -185,61 +164,6 @@ def test_dropout_acts_in_training_of_the_classifier_only():
 
 
 # Conditioning
-
-
-def multiplied_heads(model, ids, mask):
-    """Query, key and value of every head of the first layer, as the attention multiplies them."""
-    seen = []
-    function = "wellcond.lab.models.crammed_bert.scaled_dot_product_attention"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(function, lambda q, k, v, *_: seen.append((q, k, v)) or v)
-        model(ids, mask)
-    return seen[0]
-
-
-def test_site_describes_the_heads_that_are_multiplied():
-    model = build().double()
-    ids, mask = tokens()
-    site = wc.find_attention(model)[0]
-    assert (site.name, site.scale) == ("encoder.layers.0.attn.self_attention", 8**-0.5)
-    x = model.encoder.layers[0].norm1(model.encoder.embedding(ids))
-    for slot, heads in zip((site.q, site.k, site.v), multiplied_heads(model, ids, mask), strict=True):
-        torch.testing.assert_close(torch.einsum("bnc,hdc->bhnd", x, slot.read()), heads)
-    blocks = fused_site(ModuleContext("", site.module, site.module), site.module.query_key_value, num_heads=2)
-    assert not torch.equal(blocks.k.read(), site.k.read())
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_measured_jacobian_is_autograds(padded):
-    model = stronger_(build().double())
-    ids, mask = tokens(rows=2)
-    batch = {"input_ids": ids[1:], "attention_mask": mask[1:]} if padded else {"input_ids": ids[:1]}
-    report = wc.measure(model, batch, layers=[1])
-    attention = model.encoder.layers[1].attn.self_attention
-    inputs = []
-    handle = attention.register_forward_pre_hook(lambda _, args: inputs.append(args))
-    model(**batch)
-    handle.remove()
-    x, seen = inputs[0][0].detach(), inputs[0][1]
-    stored = attention.query_key_value.weight.detach()
-
-    def output(rows, head):
-        weight = stored.clone().unflatten(0, (2, 24))
-        weight = torch.stack([rows if number == head else weight[number] for number in range(2)])
-        mixed = torch.func.functional_call(attention, {"query_key_value.weight": weight.flatten(0, 1)}, (x, seen))
-        return mixed[0, :, 8 * head : 8 * head + 8]
-
-    for head in range(2):
-        rows = stored.unflatten(0, (2, 24))[head]
-        with sdpa_kernel(SDPBackend.MATH):
-            jacobian = torch.func.jacrev(lambda r, h=head: output(r, h))(rows).flatten(0, 1).flatten(1)
-        sigma = torch.linalg.svdvals(jacobian)
-        found = report.layers[0].heads[head].jacobian
-        assert found.sigma_max == pytest.approx(float(sigma[0]), rel=1e-9)
-        assert found.condition_number == pytest.approx(float(sigma[0] / sigma[-1]), rel=1e-5)
-    site = wc.find_attention(model)[1]
-    form = select_operator(capture_attention(model, batch, sites=[site])[0], 0)
-    assert form.how == "structured: plain softmax"
 
 
 @pytest.mark.parametrize(
@@ -276,17 +200,9 @@ def test_methods_apply_train_and_fold(init, condition):
     assert list(model.state_dict()) == names
 
 
-def test_norms_of_the_blocks_can_be_taken_out():
-    model = build()
-    removed = remove_norms_(model, "without_attention_norm", lambda: model(tokens()[0]))
-    assert removed == ["encoder.layers.0.norm1", "encoder.layers.1.norm1"]
-
-
 BAD = {
     "heads": ({"heads": 3}, "16 cannot be shared by 3 heads"),
     "gate": ({"feed_forward": 7}, "feed_forward: Input should be a multiple of 2 .found 7."),
-    "padding": ({"pad_token_id": 40}, "Padding_idx must be within num_embeddings"),
-    "unknown option": ({"layer": 4}, "Did you mean 'layers'"),
 }
 
 

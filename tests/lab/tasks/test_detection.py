@@ -9,10 +9,8 @@ import torch
 import yaml
 from PIL import Image
 from pycocotools import mask as mask_api
-from safetensors.torch import load
 
-import wellcond as wc
-from lab.small import assert_same_run, command, last_weights, logs, record, run, stop_after
+from lab.small import assert_same_run, command, logs, record, run, stop_after
 from lab.tasks.detection.coco_sets import annotation, coco, rectangle, write_set
 from lab.tasks.detection.small_detector import HEADS, SWIN, XCIT, job, recipe
 from wellcond.errors import RecipeError
@@ -48,7 +46,7 @@ def prepared(root, **changes):
 
 def test_sharded_weights_are_refused_before_anything_waits(root, tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.Accelerator.is_fsdp2", True)
-    with pytest.raises(RecipeError, match="detection does not run under FSDP"):
+    with pytest.raises(RecipeError, match="FSDP"):
         run_job(job(root, tmp_path / "run"))
 
 
@@ -160,16 +158,6 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(root, finished, tmp_path
     assert record(folder)["samples"] == record(finished)["samples"]
 
 
-def test_an_exported_detector_is_plain(root, finished):
-    _, _, plain = prepared(root)
-    conditioned = MethodSettings.model_validate("conditioned+balanced").apply_(prepared(root)[2], seed=0)
-    conditioned.load_state_dict(load(last_weights(finished)["model.safetensors"]))
-    with wc.folded(conditioned):
-        exported = {key: value.clone() for key, value in conditioned.state_dict().items()}
-    assert list(exported) == list(plain.state_dict())
-    plain.load_state_dict(exported)
-
-
 @pytest.mark.slow
 def test_a_detector_learns_what_is_in_the_images(tmp_path):
     """A square in each of two images: the loss falls by half and they are found."""
@@ -197,9 +185,7 @@ def test_a_detector_learns_what_is_in_the_images(tmp_path):
     [
         ({"augmentation": {"flip": 0.5}}, "augmentation.flip: it moves no boxes; the augmentation of detection is"),
         ({"model": {"name": "timm:xcit_nano_12_p16_224"}}, "detection needs wellcond:mask_rcnn"),
-        ({"model": {"name": "wellcond:mask_rcnn", "arguments": {"num_classes": 80}}}, "the data need 3, found 80"),
         ({"data": {"source": "digits"}}, "detection needs detection data; digits has image"),
-        ({"training": {"length": {"steps": 1}, "batch_size": 4}}, "at most the 3 training samples, found 4"),
     ],
     ids=str,
 )
@@ -215,7 +201,7 @@ def test_images_without_objects_cannot_be_scored(root):
     only_empty = task.evaluation.split.take(torch.tensor([2]))
     task.evaluation.split, whole = only_empty, task.evaluation.split
     try:
-        with pytest.raises(RecipeError, match="found none in the first 1 images"):
+        with pytest.raises(RecipeError, match="evaluation.samples"):
             score(chosen, task, model, Alone(), task.evaluation)
     finally:
         task.evaluation.split = whole
@@ -246,13 +232,3 @@ def test_two_processes_score_what_one_does_and_train(root, tmp_path, backbone):
     assert ours.keys() == theirs.keys()
     assert all(theirs[name] == pytest.approx(value, rel=1e-5) for name, value in ours.items() if value is not None)
     assert last["loss"] < theirs["loss"] and len(told["samples"]) == 4
-
-
-@pytest.mark.slow
-def test_half_precision_trains(root, tmp_path):
-    changes = {"precision": {"mixed": "bf16"}}
-    run(train_command(root, tmp_path / "half", changes))
-    run_job(job(root, tmp_path / "full", "balanced"))
-    half, full = (logs(tmp_path / name)["evaluations"] for name in ("half", "full"))
-    assert half[0]["loss"] == pytest.approx(full[0]["loss"], rel=0.02) and half[0]["loss"] != full[0]["loss"]
-    assert half[-1]["loss"] == pytest.approx(full[-1]["loss"], rel=0.2)  # other regions are drawn

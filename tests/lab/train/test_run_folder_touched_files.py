@@ -133,19 +133,6 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(interrupted, tmp
     refusal(caught.value, folder / "checkpoints/step-00000010/state.json")
 
 
-def test_records_of_two_runs_that_were_swapped_are_refused(finished, tmp_path):
-    root = shutil.copytree(finished.parents[1], tmp_path / "digits")
-    run_job(job_in(root / "conditioned/seed1", seed=1))
-    paths = [root / f"conditioned/seed{seed}/run.json" for seed in (0, 1)]
-    contents = [path.read_bytes() for path in paths]
-    for path, content in zip(paths, reversed(contents), strict=True):
-        path.write_bytes(content)
-    with pytest.raises(WellcondError, match=r"not of the run in run\.json\n.*delete .*/conditioned/seed\d and repeat"):
-        build_report(root, pictures=False)
-    with pytest.raises(RunError, match="seed0 holds a run under other settings"):
-        run_job(job_in(root / "conditioned/seed0"))
-
-
 @pytest.mark.parametrize("value", [1.7, None, "nan"])
 @pytest.mark.parametrize("entry", ["final", "test"])
 @pytest.mark.parametrize("checksum", [True, False], ids=["with checksum", "without"])
@@ -162,20 +149,6 @@ def test_an_edited_score_is_refused_everywhere(finished, tmp_path, entry, value,
             use()
         text = refusal(caught.value, path)
         assert checksum or f"{entry}.accuracy" in text
-
-
-def test_an_edited_score_within_its_range_is_refused(finished, tmp_path):
-    """Without a checksum, as older versions wrote records, the log of evaluations still speaks against it."""
-    root = shutil.copytree(finished.parents[1], tmp_path / "digits")
-    path = root / "conditioned/seed0/run.json"
-    stored = json.loads(path.read_text())
-    stored["final"]["accuracy"] = 0.123
-    path.write_text(json.dumps(stored))
-    with pytest.raises(WellcondError, match=r"run\.json.*changed"):
-        build_report(root, pictures=False)
-    path.write_text(json.dumps({key: value for key, value in stored.items() if key not in ("checksum", "logs")}))
-    with pytest.raises(WellcondError, match=r"run\.json.*0\.123.*end of its evaluations"):
-        build_report(root, pictures=False)
 
 
 def test_a_checkpoint_that_lists_files_elsewhere_is_refused(interrupted, tmp_path):
@@ -256,5 +229,5 @@ def test_weights_of_another_run_are_not_taken_for_those_of_a_finished_run(finish
     run_job(job_in(tmp_path / "theirs", seed=1))
     shutil.rmtree(ours / "checkpoints")
     shutil.copytree(tmp_path / "theirs" / "checkpoints", ours / "checkpoints")
-    with pytest.raises(RunError, match=r"step-00000024 is damaged .*of another run.*delete"):
+    with pytest.raises(RunError, match="step-00000024 .*another run"):
         read_finished_run(ours, "teacher", "a file")

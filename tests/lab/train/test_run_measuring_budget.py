@@ -3,10 +3,7 @@
 import json
 import re
 
-import pytest
-
 from lab.small import small_job
-from wellcond.errors import RunError
 from wellcond.lab.train.run import run_job
 
 # 65 tokens of a head with 48 dimensions: a Jacobian of 3120 rows, which is expected to take half a minute.
@@ -39,16 +36,6 @@ def test_a_jacobian_beyond_the_budget_is_left_out_and_that_is_said(tmp_path):
     assert "--set tracking.budget (null for no limit)" in note and "tracking.heads" in note
     _, blind, quiet = run(tmp_path / "blind", "{weights_every: null, jacobian_points: 0}")
     assert logs["steps"] == blind["steps"] and not blind["conditioning"] and not quiet
-
-
-def test_without_a_budget_a_long_measurement_is_announced_before_it_begins(tmp_path):
-    def stop(event):
-        if event["event"] == "note":
-            raise RunError(event["text"])
-
-    job = small_job(tmp_path, "default", LARGE, SHORT, "tracking={jacobian_points: 2, budget: null}")
-    with pytest.raises(RunError, match=r"measuring is expected to take up to 25 s at this step; .* --set tracking\."):
-        run_job(job, stop)
 
 
 def test_one_head_a_layer_unless_others_are_asked_for(tmp_path):

@@ -118,14 +118,6 @@ def test_an_annotation_with_id_0_counts(tmp_path):
     assert alone["box_AP"] == 0, "pycocotools has mended it; numbering from 1 is no longer needed"
 
 
-def test_without_detections_all_is_zero(tmp_path):
-    split = load_set(write_set(tmp_path)).evaluation
-    nothing = [{name: values[:0] for name, values in found.items()} for found in perfect(split)]
-    assert results_of(split, nothing) == []
-    values = evaluate(split.ground_truth, [])
-    assert set(values.values()) == {0.0} and {"box_AP", "mask_AP"} <= set(values)
-
-
 def test_crowd_regions_are_ignored(tmp_path):
     split = load_set(write_set(tmp_path)).evaluation
     results = results_of(split, perfect(split))

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pydantic import ValidationError
 
-from lab.tasks.detection.coco_sets import MINI, compressed, disc, load_set, masks_of, rectangle, runs, write_set
+from lab.tasks.detection.coco_sets import MINI, compressed, disc, load_set, masks_of, rectangle, runs
 from wellcond.lab.seeding import generator
 from wellcond.lab.tasks.detection import samples
 from wellcond.lab.tasks.detection.samples import (
@@ -155,30 +154,6 @@ def test_what_is_lost_is_no_target():
     sample = prepare(example_of([]), TRAINING, generator(0, "augmentation"))
     check(sample)
     assert len(sample["labels"]) == 0
-
-
-def test_examples_of_a_source(tmp_path):
-    bundle = load_set(write_set(tmp_path))
-    for split in (bundle.train, bundle.evaluation):
-        for index in range(len(split)):
-            for draw in (None, generator(index, "augmentation")):
-                sample = prepare(split[index], TRAINING, draw)
-                check(sample)
-                assert disagreement(sample) <= 1
-
-
-@pytest.mark.parametrize(
-    "settings, found",
-    [
-        ({"sides": ()}, "sides"),
-        ({"flip": 1.5}, "flip"),
-        ({"sides": [0]}, "greater than 0"),
-        ({"side": [800]}, "Did you mean 'sides'"),
-    ],
-)
-def test_settings_that_cannot_be(settings, found):
-    with pytest.raises(ValidationError, match=found):
-        DetectionAugmentation.model_validate(settings)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 500), (480, 640), (2000, 3)])

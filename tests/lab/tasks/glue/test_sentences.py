@@ -64,5 +64,5 @@ def test_encoding_is_told_and_a_row_is_the_same_in_every_batch():
 
 
 def test_a_tokeniser_without_the_marks_of_sentences_is_refused():
-    with pytest.raises(RecipeError, match=r"\[CLS\] and \[SEP\].*wordpiece"):
+    with pytest.raises(RecipeError, match="wordpiece"):
         with_marks(ByteTokenizer())
