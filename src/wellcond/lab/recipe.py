@@ -114,6 +114,8 @@ class TrackingSettings(Settings):
     jacobian_points: Annotated[int, Field(ge=0, le=10_000)] = 12
     """How often to measure the Jacobian: first, last, and logarithmically spaced between."""
     samples: PositiveInt = 1
+    stacked: bool = False
+    """Whether the Jacobian is the papers' matrix [J_Q; J_K; J_V], which is defined for plain softmax attention."""
     heads: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | Literal["all"] | None = None
     """These key/value heads of each layer, or all; null: the first."""
     budget: Annotated[float, Field(gt=0, le=1)] | None = 0.1

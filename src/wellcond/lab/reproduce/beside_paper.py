@@ -171,6 +171,8 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[figure
 def _panel(entry: Entry, title: str, stored: StoredStudy) -> figures.Panel:
     source, analysis = entry.columns[title], stored.analysis
     quantity, label = source.quantity, Y_LABELS[source.quantity]
+    if quantity == "jacobian" and stored.comparison.runs[0].record["config"]["tracking"].get("stacked"):
+        label += " = [J_Q; J_K; J_V]"
     geometric = entry.readings.get("mean") == "geometric"
     if quantity == "match":
         rows = figures.match_rows(analysis.unit, _matchings(entry, stored))

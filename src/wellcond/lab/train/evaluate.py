@@ -154,7 +154,13 @@ class ConditioningLog:
         if not self._measures:
             return
         measured = unwrap(model) if self._copy is None else self._copy
-        settings, most = self.settings, max(site.num_kv_heads for site in find_attention(measured, strict=False))
+        settings, sites = self.settings, find_attention(measured, strict=False)
+        most = max(site.num_kv_heads for site in sites)
+        if settings.stacked and (other := next((s for s in sites if s.kind != "softmax" or s.cross), None)):
+            raise RecipeError(
+                f"tracking.stacked: expected self-attention with a softmax, found {other.name} ({other.kind} "
+                "attention), for which the papers' matrix is not defined; set tracking.stacked=false"
+            )
         if isinstance(settings.heads, tuple) and min(settings.heads) >= most:
             raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {settings.heads}")
         probe: Any = self.task.probe(settings.samples)
@@ -170,6 +176,7 @@ class ConditioningLog:
             first_step=step,
             heads=settings.heads,
             samples=settings.samples,
+            convention="stack" if settings.stacked else "wide",
             on_slow=self._say_slow,
         )
 
