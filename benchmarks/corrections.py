@@ -1,8 +1,8 @@
-"""A training step of ViT-S with a correction of its weights, and without one.
+"""A training step of ViT-S with a correction of its weights or of its tokens, and without one.
 
 Steps of all variants take turns and count processor time on one thread; of each the shortest counts. Every variant is a
 copy of one model with AdamW. The cost of a correction of weights does not depend on the batch, which is small here: in
-larger batches the ratios come nearer to 1.
+larger batches its ratio comes nearer to 1. That of a correction of tokens grows with the batch.
 
 Run: python benchmarks/corrections.py [--rounds 3]
 """
@@ -20,6 +20,11 @@ from torch import nn
 import wellcond as wc
 
 METHODS = ("equilibrated", "sigma_reparam", "balanced", "polar")
+TOKENS = {
+    "conditioned tokens": ("conditioned", {}),
+    "grayed tokens": ("grayed", {}),
+    "grayed, DCT": ("grayed", {"by": "dct"}),
+}
 
 
 def variants() -> dict[str, Step]:
@@ -29,6 +34,8 @@ def variants() -> dict[str, Step]:
     models: dict[str, nn.Module] = {"plain": plain.train()}
     for method in METHODS:
         models[method] = wc.condition_(copy.deepcopy(plain), method)
+    for name, (method, options) in TOKENS.items():
+        models[name] = wc.condition_tokens_(copy.deepcopy(plain), method, **options)
     return {
         name: training_step(model, loss_of, [torch.optim.AdamW(model.parameters(), lr=1e-5)])
         for name, model in models.items()

@@ -28,7 +28,7 @@ ALLOWED = {
     "linalg": BASE,
     "attention": BASE | {"linalg"},
     "init": BASE | {"linalg", "attention"},
-    "conditioning": BASE | {"linalg", "attention"},
+    "conditioning": BASE | {"linalg", "attention", "init"},
     "theory": BASE | {"linalg", "jacobian"},
     "jacobian": BASE | {"linalg", "attention"},
     "measurement": BASE | {"linalg", "attention", "conditioning", "jacobian"},

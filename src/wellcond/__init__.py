@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from wellcond.attention.slot import Slot, conditioning_of
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
     from wellcond.conditioning.methods import Correction, register_condition
+    from wellcond.conditioning.tokens import condition_tokens_, fold_tokens_
     from wellcond.doctor.diagnose import diagnose
     from wellcond.doctor.records import Diagnosis, Finding, LayerFacts, TokenFacts
     from wellcond.doctor.weights import compare_weights
@@ -94,10 +95,12 @@ __all__ = [
     "WellcondError",
     "compare_weights",
     "condition_",
+    "condition_tokens_",
     "conditioning_of",
     "diagnose",
     "find_attention",
     "fold_",
+    "fold_tokens_",
     "folded",
     "fused_site",
     "init_",
@@ -122,6 +125,7 @@ _LAZY = {
     "attention.slot": ("Slot", "conditioning_of"),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
     "conditioning.methods": ("Correction", "register_condition"),
+    "conditioning.tokens": ("condition_tokens_", "fold_tokens_"),
     "doctor.diagnose": ("diagnose",),
     "doctor.weights": ("compare_weights",),
     "doctor.records": ("Diagnosis", "Finding", "LayerFacts", "TokenFacts"),

@@ -23,6 +23,10 @@ WORDS = {
     "calibrated+muon(heads=pairs)": {"optimizer.name": "muon", "optimizer.heads": "pairs"},
     "qk_rate(0.3)": {"optimizer.qk_lr_factor": 0.3},
     "default+qk_norm": {"model.qk_norm": True},
+    "default+conditioned_tokens": {"model.token_correction": {"name": "conditioned", "options": {}}},
+    "default+grayed_tokens(eps=0.9, of=samples)": {
+        "model.token_correction": {"name": "grayed", "of": "samples", "options": {"eps": 0.9}}
+    },
     "default+qk_norm(gain=true)+set(optimizer.lr=0.01)": {"model.qk_norm": "gain", "optimizer.lr": 0.01},
 }
 
@@ -61,8 +65,7 @@ def test_wrong_options_name_the_right_ones():
 def test_runs_without_them_keep_their_hash():
     config = make_recipe().config(MethodSettings.model_validate("default"), 0)
     older = copy.deepcopy(config)
-    for field in ("qk_clip", "spectral_cap"):
-        del older["optimizer"][field]
+    del older["optimizer"]["qk_clip"], older["optimizer"]["spectral_cap"], older["model"]["token_correction"]
     assert config_hash(older) == config_hash(config)
     config["optimizer"]["qk_clip"] = {"tau": 50.0, "alpha": 0.5}
     assert config_hash(older) != config_hash(config)
@@ -91,7 +94,7 @@ def test_heads_are_clipped_after_a_step_by_their_largest_logit():
 
 
 def test_a_run_that_is_capped_and_clipped_resumes_to_the_same_files(tmp_path):
-    text = "default+muon(each)+qk_clip(tau=0.01)+spectral_cap(w_max=0.05, projections=qk)+qk_rate(0.5)"
+    text = "muon(each)+qk_clip(tau=0.01)+spectral_cap(w_max=0.05, projections=qk)+qk_rate(0.5)+grayed_tokens(by=dct)"
     whole, parts = (small_job(tmp_path / name, text) for name in ("whole", "parts"))
     assert run_job(whole)["status"] == "finished"
     assert stop_after(parts, 8)["status"] == "interrupted"

@@ -44,8 +44,22 @@ def qk_rate(*, factor: float) -> Fields:
     return {"optimizer.qk_lr_factor": factor}
 
 
+def conditioned_tokens(*, keep_scale: bool | None = None, of: str | None = None) -> Fields:
+    """Conditioned Embedded Tokens: `wellcond.condition_tokens_`."""
+    return _tokens("conditioned", of, keep_scale=keep_scale)
+
+
+def grayed_tokens(*, eps: float | None = None, by: str | None = None, of: str | None = None) -> Fields:
+    """Token Graying: `wellcond.condition_tokens_`."""
+    return _tokens("grayed", of, eps=eps, by=by)
+
+
+def _tokens(name: str, of: str | None, **options: Any) -> Fields:
+    return {"model.token_correction": _given(name=name, of=of) | {"options": _given(**options)}}
+
+
 ACTING: Mapping[str, Callable[..., Fields]] = {
-    one.__name__: one for one in (qk_clip, spectral_cap, muon, qk_norm, qk_rate)
+    one.__name__: one for one in (qk_clip, spectral_cap, muon, qk_norm, qk_rate, conditioned_tokens, grayed_tokens)
 }
 
 

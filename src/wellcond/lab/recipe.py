@@ -245,6 +245,7 @@ NEUTRAL = {
     "task.metric": "perplexity",
     "optimizer.qk_clip": None,
     "optimizer.spectral_cap": None,
+    "model.token_correction": None,
 }
 """Fields that came after the first records, with the values at which a run is what it was without them."""
 

@@ -45,6 +45,16 @@ class Samples(ABC):
         """One batch; the same keys give the same batch, in any process."""
 
 
+class TokenCorrection(Settings):
+    """`wellcond.condition_tokens_` of the built model."""
+
+    name: Literal["conditioned", "grayed"]
+    of: Literal["samples", "table"] | None = None
+    """The tokens of each sample, or the table of words; null: the table in causal models, samples elsewhere."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the method, such as ``eps``."""
+
+
 class ModelSettings(Settings):
     """Which model, with which arguments."""
 
@@ -64,6 +74,8 @@ class ModelSettings(Settings):
     ``gain``, times a learned one that the heads of a layer share, as in Qwen3."""
     layer_scale: float | None = Field(None, gt=0)
     """Start of learned factors on what attention and MLP add to the stream (LayerScale); null for none."""
+    token_correction: TokenCorrection | None = None
+    """What is done to the tokens that the embedding puts out, in every forward pass."""
 
 
 class AugmentationSettings(Settings):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from wellcond.conditioning.checkpoint import load_weights
+from wellcond.conditioning.tokens import condition_tokens_
 from wellcond.errors import ModelSpecError, RecipeError, WellcondError, needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
 from wellcond.lab.methods import MethodSettings
@@ -129,6 +130,13 @@ def prepare_model(
         load_encoder(model, root / path, method)
         if "{method}" in settings.encoder:  # its initialisation was that of pre-training
             method = method.model_copy(update={"init": "default", "init_options": {}, "tokens": {}})
+
+    if settings.token_correction is not None:
+        correction = settings.token_correction
+        try:
+            condition_tokens_(model, correction.name, of=correction.of, **correction.options)
+        except WellcondError as error:
+            raise RecipeError(f"model.token_correction: {error}") from error
 
     def build_teacher(name: str, given: dict[str, Any]) -> nn.Module:
         return _build(name, {}, task, local_code=False, needed=task.model_arguments(name.partition(":")[0]) | given)

@@ -33,7 +33,7 @@ def load_teacher(options: dict[str, Any], base: Path | None = None, build: Build
     model, size = record["config"]["model"], record["config"]["task"].get("image_size")
     if ".py:" in model["name"]:
         raise RecipeError(f"teacher: the model of {path} is code in a file ({model['name']}), which is not run here")
-    for field, plain in (("norms", "keep"), ("qk_norm", False), ("layer_scale", None)):
+    for field, plain in (("norms", "keep"), ("qk_norm", False), ("layer_scale", None), ("token_correction", None)):
         if model.get(field, plain) != plain:
             raise RecipeError(f"teacher: the run in {path} has model.{field}: {model[field]}; expected {plain}")
     size_name = "img_size" if model["name"].startswith("timm:") else "image_size"
