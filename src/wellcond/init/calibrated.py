@@ -5,7 +5,8 @@ batch, in the order of the forward pass, this start sets
 
     words        root mean square of an embedding's entries: length / sqrt(D)
     positions    root mean square of learned positions, relative to the spread of the embeddings around their mean
-    Q, K         standard deviation of each head's logits over the keys that a token may see
+    Q, K         standard deviation of each head's logits over the keys that a token may see; of normalised queries and
+                 keys, by their gains
     W_O, MLP     root mean square of what attention and MLP add, relative to the stream that they add to
 
 What a layer receives depends on the layers before it, so a few rounds over the whole model take the place of one pass
@@ -30,6 +31,7 @@ from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import WeightError
 from wellcond.init.apply import InitContext, Write, register_init
+from wellcond.init.gains import Gain, find_gains
 from wellcond.init.tokens import Position, embedding_layers, embedding_spread, position_tables, position_writes
 from wellcond.linalg.orthogonal import draw_normal, random_semi_orthogonal
 
@@ -61,7 +63,8 @@ def calibrated(
             function that calls the model. A few samples suffice.
         start: Q and K before they are scaled: Gaussian, semi-orthogonal, or as they are.
         logits: standard deviation of the logits over keys; None leaves Q and K as they are. Attention layers that
-            normalise queries and keys keep theirs.
+            normalise queries and keys get it by the gains of their norms, as a mean over the heads that share a gain;
+            without gains they keep theirs.
         share: what attention and MLP each add, relative to the stream; None leaves W_O and the MLP as they are. Blocks
             with learned scales of their own (LayerScale) are left as they are.
         words: length of a word embedding; 0.55 is that of GPT-2 and BERT at their width of 768. None leaves them.
@@ -123,6 +126,11 @@ class _Draft(contextlib.AbstractContextManager["_Draft"]):
         if parameter is not None:
             self.rollback.keep(parameter)
             to_local(parameter).mul_(factor)
+
+    def set_gain_(self, gain: Gain, factors: Tensor) -> None:
+        """Multiply the gain of normalised queries or keys."""
+        for parameter, values in gain.scaled(factors):
+            self.set_(parameter, values)
 
     def scale_heads_(self, slot: Slot, factors: Tensor) -> None:
         """Multiply the weight and the bias of every head."""
@@ -207,16 +215,29 @@ def _logit_factors(found: ForwardRecord, target: float | None, draft: _Draft) ->
     """Scale Q and K of every head by the same factor; of query heads that share a key, the key by their mean factor."""
     for one in found.sites:
         site, spread = one.site, one.spread
-        if target is None or spread is None or _normalises(site):
+        gains = find_gains(site)
+        if target is None or spread is None or (_normalises(site) and gains is None):
             continue
         spread = _shared(spread, site.q.parameter).cpu().double()
         if not bool(torch.isfinite(spread).all()):
             raise WeightError(f"{site.name}: its logits are not finite on this batch; nothing was changed")
         factors = (target / spread.clamp_min(target / LARGEST_STEP)).clamp_max(LARGEST_STEP)
+        if gains is not None and any(gain.num_heads == 1 for gain in gains.values()):
+            factors = factors.log().mean().exp()[None]
+            for gain in gains.values():
+                draft.set_gain_(gain, factors.sqrt())
+            yield from factors.tolist()
+            continue
         query, key = site.by_role("query"), site.by_role("key")
         of_keys = factors.log().view(key.num_heads, -1).mean(1).div(2).exp()
+        of_queries = factors / of_keys.repeat_interleave(query.num_heads // key.num_heads)
+        if gains is not None:
+            draft.set_gain_(gains["key"], of_keys)
+            draft.set_gain_(gains["query"], of_queries)
+            yield from factors.tolist()
+            continue
         draft.scale_heads_(key, of_keys)
-        draft.scale_heads_(query, factors / of_keys.repeat_interleave(query.num_heads // key.num_heads))
+        draft.scale_heads_(query, of_queries)
         yield from factors.tolist()
 
 
