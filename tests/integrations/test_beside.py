@@ -29,14 +29,16 @@ class Heard(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def fit_transformers(folder, callback):
+def fit_transformers(folder, callback, report_to=()):
     torch.manual_seed(0)
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
     sizes = {"vocab_size": 32, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16}
     model = GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0))
     heard = Heard()
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "use_cpu": True}
-    arguments = TrainingArguments(folder, **options, report_to=[], logging_steps=2, save_strategy="no", seed=0)
+    arguments = TrainingArguments(
+        folder, **options, report_to=list(report_to), logging_steps=2, save_strategy="no", seed=0
+    )
     trainer = Trainer(model, arguments, train_dataset=WORDS, callbacks=[heard])
     if callback is not None:
         callback.add_to(trainer)
@@ -86,13 +88,13 @@ class Module(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-def fit_lightning(folder, *callbacks):
+def fit_lightning(folder, *callbacks, logger=None):
     torch.manual_seed(0)
     module = Module()
     data = torch.utils.data.DataLoader(torch.randn(16, 6, 16), batch_size=4)
     options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", logger=CSVLogger(folder), callbacks=list(callbacks), **options
+        max_epochs=1, accelerator="cpu", logger=logger or CSVLogger(folder), callbacks=list(callbacks), **options
     )
     trainer.fit(module, data)
     return module, trainer

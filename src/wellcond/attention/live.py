@@ -7,9 +7,10 @@ reason in `LiveCall.why`. No hook here reads a number from the device, allocates
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ SECOND_STREAM = "it is a second stream of another attention layer"
 NESTED = "it runs inside another attention layer"
 OTHER_TENSORS = "its kernel gets tensors of another class than torch.Tensor"
 NESTED_TENSORS = "its kernel gets nested tensors"
+CHANGED = "it calls another kernel than before; the next pass shows it"
 NO_KERNEL = f"no kernel was visible in it; {HOW_TO_SEE}"
 
 
@@ -82,6 +84,7 @@ class LiveCall:
     why: str = ""
     """Why neither logits nor log-sum-exp are there."""
     _rows: tuple[Tensor, Tensor | None] | None = field(default=None, repr=False)
+    _squares: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Everything that it holds."""
@@ -91,6 +94,19 @@ class LiveCall:
     def adds_numbers(self) -> bool:
         """Whether numbers are added to its logits."""
         return self.mask is not None and self.mask.dtype != torch.bool
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every query sees every key, as the arguments of its kernel say."""
+        return self.logits is None and self.q is not None and self.mask is None and not self.causal
+
+    def squares(self, name: str) -> Tensor | None:
+        """Squared lengths of the vectors of ``q``, ``k`` or ``v``; None where these were not seen."""
+        part: Tensor | None = getattr(self, name)
+        if part is not None and name not in self._squares:
+            exact = torch.promote_types(part.dtype, torch.float32)
+            self._squares[name] = torch.linalg.vector_norm(part, dim=-1, dtype=exact).square()
+        return self._squares.get(name)
 
     @property
     def num_keys(self) -> int:
@@ -118,8 +134,10 @@ class LiveCall:
         q, k = self.q.index_select(-2, at).float(), self.k.float()
         grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
         logits = (self.scale * (grouped @ k.mT)).unflatten(2, (-1, len(at))).flatten(1, 2)
-        visible = self.visible_keys()[at].unsqueeze(-1) > torch.arange(self.num_keys, device=q.device)
         mask = self.full_mask()
+        if self.sees_all:
+            return logits, torch.ones((), dtype=torch.bool, device=q.device).expand_as(logits)
+        visible = self.visible_keys()[at].unsqueeze(-1) > torch.arange(self.num_keys, device=q.device)
         if mask is not None:
             mask = mask.index_select(-2, at)
             if self.adds_numbers:
@@ -131,20 +149,15 @@ class LiveCall:
         """Numbers of the queries of `sampled_rows`."""
         tensor = self.q if self.q is not None else self.logits
         assert tensor is not None
-        size, count = tensor.shape[-2], SAMPLED
-        if size <= count:
-            return torch.arange(size, device=tensor.device)
-        return torch.arange(count, device=tensor.device) * (size - 1) // (count - 1)
+        return _evenly_spaced(tensor.shape[-2], tensor.device)
 
     def visible_keys(self) -> Tensor:
         """How many keys every query sees by causality alone, (tokens)."""
         tensor = self.q if self.q is not None else self.logits
         assert tensor is not None
         tokens, keys = tensor.shape[-2], self.num_keys
-        if not self.causal:
-            return torch.full((tokens,), keys, device=tensor.device)
         shift = keys - tokens if self.foreign else 0  # of fewer queries than keys, flash-attn takes the last
-        return (torch.arange(1, tokens + 1, device=tensor.device) + shift).clamp(0, keys)
+        return _visible_keys(tokens, keys, shift if self.causal else keys, tensor.device)
 
     def full_mask(self) -> Tensor | None:
         """The mask as a view of shape (..., tokens, keys); None where there is none."""
@@ -167,6 +180,19 @@ class LiveCall:
         )
 
 
+@lru_cache(maxsize=64)
+def _evenly_spaced(size: int, device: torch.device) -> Tensor:
+    count = SAMPLED
+    if size <= count:
+        return torch.arange(size, device=device)
+    return torch.arange(count, device=device) * (size - 1) // (count - 1)
+
+
+@lru_cache(maxsize=64)
+def _visible_keys(tokens: int, keys: int, shift: int, device: torch.device) -> Tensor:
+    return (torch.arange(1, tokens + 1, device=device) + shift).clamp(0, keys)
+
+
 class LiveKernels(KernelWatch):
     """As `KernelWatch`, and no obstacle to compiled functions that are called while it is active."""
 
@@ -187,7 +213,8 @@ class _LiveSdpa(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         trace.enter_sdpa(args, kwargs or {})
         try:
-            return func(*args, **(kwargs or {}))
+            with contextlib.nullcontext() if trace.every_operator else self.kernels:
+                return func(*args, **(kwargs or {}))
         finally:
             trace.inside = False
 
@@ -195,10 +222,12 @@ class _LiveSdpa(TorchFunctionMode):
 class _Trace:
     """The first kernel that runs inside an attention layer."""
 
-    def __init__(self, site: AttentionSite) -> None:
+    def __init__(self, site: AttentionSite, *, every_operator: bool = True) -> None:
         self.site = site
+        self.every_operator = every_operator
+        """Whether every operator of the layer is shown to `see`, or those of `scaled_dot_product_attention` alone."""
         self.call: LiveCall | None = None
-        self.inside = False
+        self.inside = self.by_sdpa = False
         self.products: list[tuple[Tensor, Tensor, torch.Size]] = []
         self.hidden = ""
         self.versions: list[tuple[Tensor, int]] = []
@@ -213,7 +242,7 @@ class _Trace:
             self.call = LiveCall(why=NESTED_TENSORS)
             return
         self._begin(given)
-        self.inside = True
+        self.inside = self.by_sdpa = True
 
     def _begin(self, given: dict[str, Any]) -> None:
         q, k, v, mask = given["query"], given["key"], given["value"], first_named(given, MASKS)
@@ -335,6 +364,8 @@ class LiveHooks:
         self.kernels = LiveKernels()
         self.sdpa = _LiveSdpa(self.kernels)
         self.running: int | None = None
+        self.fused: set[int] = set()
+        """Layers that called `scaled_dot_product_attention`: the next time no operator outside of it is watched."""
         self.why: list[str] = [_never_seen(site) or NOT_CALLED for site in sites]
         """Of every site, why nothing was seen yet; empty where its kernel was."""
         self.blocks = [] if streamed is None else find_blocks(self.model, sites)
@@ -388,23 +419,29 @@ class LiveHooks:
             self.why[number] = NESTED
             return
         self.running = number
-        self.kernels.trace = _Trace(self.sites[number])  # type: ignore[assignment]
-        self.kernels.__enter__()
+        trace = _Trace(self.sites[number], every_operator=number not in self.fused)
+        self.kernels.trace = trace  # type: ignore[assignment]
+        if trace.every_operator:
+            self.kernels.__enter__()
         self.sdpa.__enter__()
 
     def _leave(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self.running != number:
             return
-        self.sdpa.__exit__(None, None, None)
-        self.kernels.__exit__(None, None, None)
         trace: Any = self.kernels.trace
+        self.sdpa.__exit__(None, None, None)
+        if trace.every_operator:
+            self.kernels.__exit__(None, None, None)
         self.kernels.trace, self.running = None, None
         if output is None:  # an error on its way
             return
         call = trace.call
         if call is None:
-            self.why[number] = trace.hidden or NO_KERNEL
+            self.why[number] = trace.hidden or (NO_KERNEL if trace.every_operator else CHANGED)
+            self.fused.discard(number)
             return
+        if trace.by_sdpa:
+            self.fused.add(number)
         if any(part is not None and type(part) is not Tensor for part in call.tensors()):
             call = LiveCall(why=OTHER_TENSORS)
         elif any(tensor._version != version for tensor, version in trace.versions):

@@ -278,9 +278,11 @@ class WellcondCallback(Measuring, TrainerCallback):
             self._log(state)
 
     def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Measure the last step at Trainer's last log, after which it may put the best checkpoint in place."""
+        """Measure the last step at Trainer's last log: then loggers end, and the best checkpoint is put in place."""
         if "train_runtime" in (parts.get("logs") or {}):
             self._close(parts["model"])
+            self.beside.end()
+            self._log_heads(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Log what is left, and export."""

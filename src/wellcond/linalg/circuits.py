@@ -2,7 +2,7 @@
 
 `gram_matrices` multiplies on the device of the weights and waits for nothing; `circuit_numbers` decomposes what it
 returned, on the CPU. No D x D matrix is made: the singular values of W_Q^T W_K are the square roots of the eigenvalues
-of G_Q^(1/2) G_K G_Q^(1/2), with G_Q = W_Q W_Q^T.
+of L^T G_K L, with L L^T = G_Q = W_Q W_Q^T by Cholesky, or by eigenvectors where that fails.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from torch import Tensor
 
 ROLES = ("q", "k", "v", "o")
 CIRCUITS = {"qk": ("q", "k"), "ov": ("o", "v")}
-FIRST = tuple(first for first, _ in CIRCUITS.values())
-"""Of these the square root of the Gram matrix is needed."""
 PROBES = 8
 NUMBERS = (
     *(f"{name}_{role}" for role in ROLES for name in ("sigma_max", "sigma_min", "kappa", "rank")),
@@ -84,39 +82,41 @@ def circuit_numbers(grams: Mapping[str, Tensor], num_heads: int) -> dict[str, Te
         ([1.0, 1.0], [3.0, 3.0])
     """
     found = {name: torch.full((num_heads,), torch.nan, dtype=torch.float64) for name in NUMBERS}
-    roots = {}
     for role in ROLES:
         if role in grams:
-            values, root = _eigenvalues(grams[role], with_root=role in FIRST)
-            found |= _numbers(_of_query_heads(values, num_heads), role, ("sigma_max", "sigma_min", "kappa", "rank"))
-            if root is not None:
-                roots[role] = _of_query_heads(root, num_heads)
+            values = _of_query_heads(_eigenvalues(grams[role]), num_heads)
+            found |= _numbers(values, role, ("sigma_max", "sigma_min", "kappa", "rank"))
     for circuit, (first, second) in CIRCUITS.items():
-        if first not in roots or second not in grams:
+        if first not in grams or second not in grams:
             continue
+        factor = _of_query_heads(_factor(grams[first].double()), num_heads)
         gram = _of_query_heads(grams[second].double(), num_heads)
-        if roots[first].shape == gram.shape:
-            values, _ = _eigenvalues(roots[first] @ gram @ roots[first])
+        if factor.shape == gram.shape:
+            values = _eigenvalues(factor.mT @ gram @ factor)
             found |= _numbers(values, circuit, ("sigma_max", "sigma_min", "sec", "rank"))
     if "duplicate" in grams:
         found["duplicate"] = _of_query_heads(grams["duplicate"], num_heads).double()
     return found
 
 
-def _eigenvalues(gram: Tensor, *, with_root: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Eigenvalues in ascending order, and where asked for the square root; NaN where a matrix is not finite.
-
-    Eigenvalues alone take a fraction of the time of a decomposition with vectors.
-    """
+def _eigenvalues(gram: Tensor) -> Tensor:
+    """In ascending order; NaN where a matrix is not finite."""
     gram = gram.double()
     bad = ~torch.isfinite(gram).flatten(1).all(1)
     gram = torch.where(bad[:, None, None], 0.0, gram)
-    if not with_root:
-        return torch.linalg.eigvalsh(gram).clamp_min(0.0).masked_fill(bad[:, None], torch.nan), None
-    values, vectors = torch.linalg.eigh(gram)
-    values = values.clamp_min(0.0)
-    root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
-    return values.masked_fill(bad[:, None], torch.nan), root.masked_fill(bad[:, None, None], torch.nan)
+    return torch.linalg.eigvalsh(gram).clamp_min(0.0).masked_fill(bad[:, None], torch.nan)
+
+
+def _factor(gram: Tensor) -> Tensor:
+    """L with L L^T = G, for positive semi-definite G; NaN where a matrix is not finite."""
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    failed = failed.nonzero().flatten()  # rank deficient, or not finite
+    if len(failed):
+        known = gram[failed].isfinite().flatten(1).all(1)[:, None, None]
+        values, vectors = torch.linalg.eigh(torch.where(known, gram[failed], 0.0))
+        root = vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
+        factor[failed] = torch.where(known, root, torch.nan)
+    return factor
 
 
 def _numbers(squares: Tensor, name: str, wanted: tuple[str, ...]) -> dict[str, Tensor]:

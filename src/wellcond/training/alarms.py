@@ -7,16 +7,18 @@ readings alone, so a file replayed gives the alarms of the run.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from wellcond.arguments import check_number
-from wellcond.errors import UnknownChoiceError, needs_extra
+from wellcond.errors import OptionError, UnknownChoiceError
 from wellcond.training.series import Series, is_first_process
 
 Severity = Literal["fault", "warning", "note"]
@@ -157,13 +159,16 @@ class Alarms:
     Rules depend on the readings alone: `replay` of a run's file gives the same alarms.
 
     Args:
-        to: where alarms go: ``log`` (the logger ``wellcond``), ``trackio``, ``wandb``, or functions of an `Alarm`. A
-            function may act: switch a clip on, lower a rate, raise an error to stop. Functions are called on every
-            process, at the same step; the others on the first one.
+        to: where alarms go: ``log`` (the logger ``wellcond``), ``trackio``, ``wandb`` (their open runs; the log, where
+            none is open), or functions of an `Alarm`. A function may act: switch a clip on, lower a rate, raise an
+            error to stop. Functions are called on every process, at the same step; the others on the first one.
         only: kinds to look for; all by default.
         limits: other limits than `LIMITS`, by kind.
 
-    Raises: UnknownChoiceError: a sink or a kind that does not exist; TypeError, ValueError: a limit that is no number.
+    Raises:
+        UnknownChoiceError: a sink or a kind that does not exist.
+        OptionError: trackio or wandb is asked for and not installed.
+        TypeError, ValueError: a limit that is no number.
 
     Example:
         >>> seen = []
@@ -193,6 +198,9 @@ class Alarms:
                 raise UnknownChoiceError("alarm", kind, list(RULES))
         self.limits = LIMITS | {kind: check_number(kind, value) for kind, value in (limits or {}).items()}
         self.rules = [RULES[kind] for kind in (RULES if only is None else only)]
+        for name in SERVICES:
+            if name in given:
+                _import_service(name)
         self._named = [SINKS[one] for one in given if isinstance(one, str)]
         self._functions = [one for one in given if callable(one)]
         self.raised: list[Alarm] = []
@@ -278,23 +286,32 @@ def _log(alarm: Alarm) -> None:
     logging.getLogger("wellcond").warning("%s", alarm)
 
 
-def _trackio(alarm: Alarm) -> None:
-    with needs_extra("trackio", "trackio"):
-        import trackio
-    levels = {"fault": "ERROR", "warning": "WARN", "note": "INFO"}
-    level = getattr(trackio.AlertLevel, levels[alarm.severity])
-    trackio.alert(title=f"{alarm.kind}: {alarm.site}, head {alarm.head}", text=str(alarm), level=level)
+def _import_service(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise OptionError(
+            f"to: {name} is asked for, and cannot be imported ({error}). Run: pip install {name}",
+            field="to",
+            found=name,
+        ) from error
 
 
-def _wandb(alarm: Alarm) -> None:
-    with needs_extra("wandb", "wandb"):
-        import wandb
-    levels = {"fault": "ERROR", "warning": "WARN", "note": "INFO"}
-    level = getattr(wandb.AlertLevel, levels[alarm.severity])
-    wandb.alert(title=f"{alarm.kind}: {alarm.site}, head {alarm.head}", text=str(alarm), level=level)
+def _send_to_service(name: str, alarm: Alarm) -> None:
+    """To the run that is open; the log gets what the service does not take, which is no reason to stop a training."""
+    service = _import_service(name)
+    level = service.AlertLevel[LEVELS[alarm.severity]]
+    try:
+        service.alert(title=f"{alarm.kind}: {alarm.site}, head {alarm.head}", text=str(alarm), level=level)
+    except Exception as error:
+        logging.getLogger("wellcond").warning("%s did not take this alarm (%s):", name, error)
+        _log(alarm)
 
 
-SINKS: dict[str, Sink] = {"log": _log, "trackio": _trackio, "wandb": _wandb}
+LEVELS = {"fault": "ERROR", "warning": "WARN", "note": "INFO"}
+"""Names of a service for severities."""
+SERVICES = ("trackio", "wandb")
+SINKS: dict[str, Sink] = {"log": _log} | {name: partial(_send_to_service, name) for name in SERVICES}
 
 
 # What rules are made of

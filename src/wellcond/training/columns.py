@@ -89,6 +89,8 @@ def max_logit_low(call: LiveCall) -> Tensor | str:
     """Lower bound of the largest logit: `max_logit` itself where that is exact, else lse - ln(keys)."""
     if call.logits is not None or call.lse is None:
         return max_logit(call)
+    if call.sees_all:
+        return call.lse - math.log(max(call.num_keys, 1))
     return call.lse - call.visible_keys().clamp_min(1).log()
 
 
@@ -143,6 +145,8 @@ def _logits_with(call: LiveCall, k: Tensor | None) -> Tensor | str:
     """Logits of every query with one key each, (samples, heads, tokens)."""
     if call.q is None or k is None or call.scale is None or call.lse is None:
         return call.why or "its kernel returns no log-sum-exp"
+    if call.q.shape[1] == k.shape[1]:
+        return call.scale * (call.q * k).sum(-1, dtype=torch.float32)
     q = call.q.unflatten(1, (k.shape[1], -1))
     return call.scale * (q * k.unsqueeze(2)).sum(-1, dtype=torch.float32).flatten(1, 2)
 
@@ -160,6 +164,9 @@ def logit_std(call: LiveCall) -> Tensor | str:
     if rows is None or (call.foreign and call.lse is None):
         return call.why or "its queries and keys were not seen"
     logits, visible = rows
+    if call.sees_all and call.num_keys > 1:
+        apart = logits - logits.mean(-1, keepdim=True)
+        return torch.linalg.vector_norm(apart, dim=-1) / math.sqrt(call.num_keys)
     seen = ~is_masked(logits, visible, depth=ADDED)
     count = seen.sum(-1)
     mean = torch.where(seen, logits, 0.0).sum(-1) / count
@@ -170,39 +177,40 @@ def logit_std(call: LiveCall) -> Tensor | str:
 @register_column("q_norm", root=True)
 def q_norm(call: LiveCall) -> Tensor | str:
     """Length of a query as the kernel gets it (root mean square over tokens)."""
-    return "its queries were not seen" if call.q is None else _squares(call.q)
+    return _or_why(call.squares("q"), "queries")
 
 
 @register_column("k_norm", root=True)
 def k_norm(call: LiveCall) -> Tensor | str:
     """Length of a key."""
-    return "its keys were not seen" if call.k is None else _squares(call.k)
+    return _or_why(call.squares("k"), "keys")
 
 
 @register_column("v_norm", root=True)
 def v_norm(call: LiveCall) -> Tensor | str:
     """Length of a value."""
-    return "its values were not seen" if call.v is None else _squares(call.v)
+    return _or_why(call.squares("v"), "values")
 
 
 @register_column("v_spread")
 def v_spread(call: LiveCall) -> Tensor | str:
     """How far values of a sample differ from their mean, relative to their length: 0 where all tokens are the same."""
-    if call.v is None:
-        return "its values were not seen"
+    squares = call.squares("v")
+    if call.v is None or squares is None:
+        return _or_why(None, "values")
     v = call.v.float()
-    apart = (v - v.mean(-2, keepdim=True)).square().sum(-1).mean(-1)
-    return (apart / v.square().sum(-1).mean(-1)).sqrt()
+    apart = torch.linalg.vector_norm(v - v.mean(-2, keepdim=True), dim=(-2, -1))
+    return apart / squares.sum(-1).sqrt()
 
 
-def _squares(part: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(part, dim=-1, dtype=torch.promote_types(part.dtype, torch.float32)).square()
+def _or_why(squares: Tensor | None, what: str) -> Tensor | str:
+    return f"its {what} were not seen" if squares is None else squares
 
 
 def lse_error(call: LiveCall) -> Tensor | str:
     """How far the log-sum-exp that a foreign operator returned is from that of the rows computed again."""
-    rows = call.sampled_rows()
-    if not call.foreign or call.lse is None or rows is None or call.q is None:
+    rows = call.sampled_rows() if call.foreign else None
+    if call.lse is None or rows is None or call.q is None:
         return ""
     at = call.sampled_positions()
     right = rows[0].logsumexp(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,7 +177,7 @@ class AttentionMonitor:
         self._why: list[dict[str, str]] = [{} for _ in self.sites]
         self._known: list[set[str]] = [set() for _ in self.sites]
         self._exact: dict[int, bool] = {}
-        self._places: dict[tuple[int, int], slice | Tensor | None] = {}
+        self._places: dict[tuple[int, int], slice | None] = {}
         self._buffers: dict[torch.device, _Buffers] = {}
         self._rows: list[tuple[torch.device, slice]] = []
         self._homes: list[torch.device] = []
@@ -339,47 +339,55 @@ class AttentionMonitor:
         return self._buffers[device]
 
     def _see(self, number: int, call: LiveCall) -> None:
-        place = None
+        values: dict[str, Tensor] = {}
         for column in self._columns:
             value = column.read(call)
             if isinstance(value, str):
                 self._why[number].setdefault(column.name, value)
-                continue
-            buffers = self._buffers_on(number, value.device)
-            if place is None:
-                tensor = call.logits if call.q is None else call.q
-                place = self._place(number, value.shape[1] if tensor is None else tensor.shape[1])
-            if place is None:
-                self._why[number][column.name] = "the heads of its kernel could not be separated"
-                continue
-            heads, rows = place
-            value = value.detach().flatten(2) if value.dim() > 2 else value.detach()[..., None]
-            value = value.float().repeat_interleave(heads // value.shape[1], 1)
-            self._known[number].add(column.name)
-            if column.reduce == "max":
-                at = self._maxima.index(column.name)
-                largest = value.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).amax((0, 2))
-                buffers.maxima[rows, at] = torch.maximum(buffers.maxima[rows, at], largest)
             else:
-                self._add(buffers, rows, self._means.index(column.name), value)
+                values[column.name] = value.detach()
+        if not values:
+            return
+        buffers = self._buffers_on(number, next(iter(values.values())).device)
+        tensor = call.logits if call.q is None else call.q
+        place = None if tensor is None else self._place(number, tensor.shape[1])
+        if place is None:
+            self._why[number] |= dict.fromkeys(values, "the heads of its kernel could not be separated")
+            return
+        heads, rows = place
+        self._known[number].update(values)
+        values = {name: _by_head(value, heads) for name, value in values.items()}
+        self._add(buffers, rows, values)
         if "max_logit" in self._known[number]:
             self._exact[number] = call.logits is not None
 
-    def _add(self, buffers: _Buffers, rows: Any, at: int, value: Tensor) -> None:
-        """Add numbers (samples, heads, tokens) to a column of means."""
-        finite = value.isfinite()
-        buffers.sums[rows, at] += torch.where(finite, value, 0.0).sum((0, 2))
-        buffers.weights[rows, at] += finite.sum((0, 2))
+    def _add(self, buffers: _Buffers, rows: slice, values: dict[str, Tensor]) -> None:
+        """Add columns (samples, heads, numbers) to what the buffers hold; those of one shape go together."""
+        sums: dict[str, Tensor] = {}
+        counts: dict[str, Tensor] = {}
+        for names, columns in _alike(values, self._means):
+            finite = columns.isfinite()
+            sums |= zip(names, torch.where(finite, columns, 0.0).sum((1, 3)), strict=True)
+            counts |= zip(names, finite.sum((1, 3), dtype=torch.float32), strict=True)
+        if sums:
+            nothing = torch.zeros_like(next(iter(sums.values())))
+            buffers.sums[rows].add_(torch.stack([sums.get(name, nothing) for name in self._means], 1))
+            buffers.weights[rows].add_(torch.stack([counts.get(name, nothing) for name in self._means], 1))
+        for names, columns in _alike(values, self._maxima):
+            largest = columns.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).amax((1, 3))
+            for name, of_heads in zip(names, largest, strict=True):
+                kept = buffers.maxima[rows, self._maxima.index(name)]
+                torch.maximum(kept, of_heads, out=kept)
 
     def _stream(self, number: int, what: str, tensor: Tensor) -> None:
         buffers = self._buffers_on(number, tensor.device)
         rows, at = self._rows[number][1], self._means.index(f"_{what}")
-        buffers.sums[rows, at] += tensor.detach().float().square().sum()
+        buffers.sums[rows, at] += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32).square()
         buffers.weights[rows, at] += tensor.numel()
         if what == "added":
             self._known[number].add(SHARE)
 
-    def _place(self, number: int, heads: int) -> tuple[int, Any] | None:
+    def _place(self, number: int, heads: int) -> tuple[int, slice] | None:
         """Where the heads of a call are in the buffers; of tensor parallelism, those that this process has."""
         rows, site = self._rows[number][1], self.sites[number]
         if heads == site.num_heads:
@@ -467,6 +475,22 @@ def _chosen_columns(names: Sequence[str] | None) -> list[Column]:
         if name not in COLUMNS and name != SHARE:
             raise UnknownChoiceError("column of AttentionMonitor", name, [*COLUMNS, SHARE])
     return [COLUMNS[name] for name in names if name != SHARE]
+
+
+def _by_head(value: Tensor, heads: int) -> Tensor:
+    """(samples, heads, numbers), from columns that may have fewer heads, and one number for each or several."""
+    value = (value.flatten(2) if value.dim() > 2 else value[..., None]).float()
+    return value if value.shape[1] == heads else value.repeat_interleave(heads // value.shape[1], 1)
+
+
+def _alike(values: dict[str, Tensor], names: Sequence[str]) -> Iterator[tuple[list[str], Tensor]]:
+    """Columns of one shape with their names, (columns, samples, heads, numbers): few large operations, not many."""
+    groups: dict[torch.Size, list[str]] = {}
+    for name in names:
+        if name in values:
+            groups.setdefault(values[name].shape, []).append(name)
+    for group in groups.values():
+        yield group, torch.stack([values[name] for name in group])
 
 
 def _change(now: dict[str, Tensor], then: dict[str, Tensor], num_heads: int) -> Tensor:

@@ -40,7 +40,7 @@ def plot_series(series: Series, column: str = "max_logit", kind: str = "map", ax
     rows: np.ndarray = np.flatnonzero(~np.isnan(values).all(1)) if len(values) else np.empty(0, int)
     if not len(rows):
         raise MonitorError(f"{column} was not seen in any step: there is nothing to plot")
-    with needs_extra("matplotlib", "train"):
+    with needs_extra("matplotlib", "report"):
         from matplotlib import pyplot
     if ax is None:
         _, ax = pyplot.subplots(figsize=(8, min(2.5 + 0.12 * series.num_heads, 10)), layout="constrained")
