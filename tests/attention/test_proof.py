@@ -154,9 +154,9 @@ def test_one_matrix_per_head():
 
 
 @pytest.mark.parametrize("make", [Stack, PerHead], ids=["stack", "per head"])
-def test_stacks_are_initialised_and_measured(make):
-    torch.manual_seed(0)
+def test_stacks_are_initialised_measured_conditioned_and_folded(make):
     module = nn.Sequential(make())
+    keys = list(module.state_dict())
     wc.init_(module, "conditioned")
     [site] = wc.find_attention(module)
     gram = site.q.read_raw() @ site.q.read_raw().mT
@@ -166,6 +166,9 @@ def test_stacks_are_initialised_and_measured(make):
         torch.nn.init.normal_(module[0].qkvo_w, std=32**-0.5)
     report = wc.measure(module, torch.randn(1, 6, 32), heads=[0])
     assert report.layers[0].heads[0].jacobian.kappa() > 1
+    for method, options in (("balanced", {}), ("identity", {"lam": 0.1})):
+        wc.fold_(wc.condition_(module, method, **options))
+        assert list(module.state_dict()) == keys
 
 
 def test_two_streams_are_two_sites():
@@ -187,26 +190,8 @@ def test_what_the_second_stream_does_not_show_is_said():
     wc.fold_(wc.condition_(model, "balanced"))
 
 
-@pytest.mark.parametrize("make", [Stack, PerHead], ids=["stack", "per head"])
-def test_a_stack_is_conditioned_and_folded(make):
-    module = wc.init_(nn.Sequential(make()), "gaussian")
-    keys = list(module.state_dict())
-    for method, options in (("balanced", {}), ("identity", {"lam": 0.1})):
-        wc.fold_(wc.condition_(module, method, **options))
-        assert list(module.state_dict()) == keys
-
-
 def test_a_head_count_that_nobody_declares_is_found():
     module = NormInside()
     del module.heads
     [site] = wc.find_attention(module)
     assert site.num_heads == 3
-
-
-def test_equal_layers_are_proven_once(monkeypatch):
-    calls = []
-    original = trial.trials
-    monkeypatch.setattr(trial, "trials", lambda *args: calls.append(args) or original(*args))
-    layers = nn.Sequential(*(Grouped(cap=True, gate=True) for _ in range(8)))
-    assert len(wc.find_attention(layers)) == 8
-    assert len(wc.find_attention(layers)) == 8 and len(calls) == 1

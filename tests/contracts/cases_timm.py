@@ -100,6 +100,27 @@ def same(names: list[str], **facts: Any) -> dict[str, dict[str, Any]]:
     return {name: facts for name in names}
 
 
+def one(build: Callable[[], nn.Module], path: str = "blocks.0.attn", *, scale: Any = THIRD, **given: Any) -> Case:
+    """A model with one attention layer at a path; what is no field of a case is a fact."""
+    fields = {name: given.pop(name) for name in list(given) if name in Case.__dataclass_fields__}
+    return Case(build, {path: {"scale": scale} | given}, **fields)
+
+
+def alone(x: Tensor, cls: Callable[..., nn.Module], width: int, **given: Any) -> Case:
+    """An attention layer by itself on x; what is neither a fact nor a field of a case is an argument of its class."""
+    known = {*USUAL, "scale", *Case.__dataclass_fields__}
+    about = {name: given.pop(name) for name in list(given) if name in known}
+    return one(partial(cls, width, **given), "", input=lambda: x, **about)
+
+
+def vit(name: str = "vit_tiny_patch16_224", **options: Any) -> Callable[[], nn.Module]:
+    return model(name, **VIT | options)
+
+
+def eva(name: str = "eva02_tiny_patch14_224", **options: Any) -> Callable[[], nn.Module]:
+    return model(name, **ROPE | options)
+
+
 def window_mask(call: Call) -> Tensor | float:
     mask = call.kwargs.get("mask", call.args[1] if len(call.args) > 1 else None)
     return 0.0 if mask is None else mask[:, None]
@@ -192,10 +213,7 @@ def maxxvit_model(block: str, **transformer: Any) -> nn.Module:
     return maxxvit.MaxxVit(cfg, img_size=16, num_classes=3)
 
 
-def separate_pool(cls: type, **options: Any) -> nn.Module:
-    return cls(12, num_heads=3, qkv_separate=True, out_features=5, **options)
-
-
+SEPARATE_POOL = {"num_heads": 3, "qkv_separate": True, "out_features": 5, "scale": QUARTER}
 MAXVIT_SITES = ["stages.0.blocks.0.attn_block.attn", "stages.0.blocks.0.attn_grid.attn"]
 SWIN_SITES = ["layers.0.blocks.0.attn", "layers.0.blocks.1.attn", "layers.1.blocks.0.attn"]
 CR_SITES = ["stages.0.blocks.0.attn", "stages.0.blocks.1.attn", "stages.1.blocks.0.attn"]
@@ -203,89 +221,53 @@ COSINE = {"scale": None, "qk_norm": "l2", "relative_position_bias": True}
 CROSS_COVARIANCE = {"kind": "cross_covariance", "scale": None, "qk_norm": "l2"}
 
 CASES: dict[str, Case] = {
-    "vit": Case(model("vit_tiny_patch16_224", **VIT), same(["blocks.0.attn"], scale=THIRD)),
-    "vit_qk_norm": Case(
-        model("vit_tiny_patch16_224", qk_norm=True, **VIT), same(["blocks.0.attn"], scale=THIRD, qk_norm="layer")
-    ),
-    "vit_rms_norm": Case(
-        model("vit_tiny_patch16_224", qk_norm=True, norm_layer="rmsnorm", **VIT),
-        same(["blocks.0.attn"], scale=THIRD, qk_norm="rms"),
-    ),
-    "vit_scale_norm": Case(
-        model("vit_tiny_patch16_224", scale_attn_norm=True, **VIT),
-        same(["blocks.0.attn"], scale=THIRD, modifiers=("output norm",)),
-        reader=lambda module: module.norm,
-    ),
-    "vit_parallel": Case(
-        model("vit_tiny_patch16_224", block_fn=vision_transformer.ParallelScalingBlock, **VIT),
-        same(["blocks.0"], scale=THIRD),
-    ),
-    "vit_parallel_fused": Case(
-        model(
-            "vit_tiny_patch16_224",
-            block_fn=partial(vision_transformer.ParallelScalingBlock, fuse_out_proj=True),
-            **{**VIT, "qkv_bias": False},
-        ),
-        same(["blocks.0"], scale=THIRD),
+    "vit": one(vit()),
+    "vit_qk_norm": one(vit(qk_norm=True), qk_norm="layer"),
+    "vit_rms_norm": one(vit(qk_norm=True, norm_layer="rmsnorm"), qk_norm="rms"),
+    "vit_scale_norm": one(vit(scale_attn_norm=True), modifiers=("output norm",), reader=lambda module: module.norm),
+    "vit_parallel": one(vit(block_fn=vision_transformer.ParallelScalingBlock), "blocks.0"),
+    "vit_parallel_fused": one(
+        vit(block_fn=partial(vision_transformer.ParallelScalingBlock, fuse_out_proj=True), qkv_bias=False), "blocks.0"
     ),
     "vit_map_pool": Case(
-        model("vit_tiny_patch16_224", global_pool="map", **VIT),
+        vit(global_pool="map"),
         {"blocks.0.attn": {"scale": THIRD}, "attn_pool": {"scale": THIRD, "cross": True}},
     ),
-    "deit": Case(model("deit_tiny_distilled_patch16_224", **VIT), same(["blocks.0.attn"], scale=THIRD)),
-    "deit3": Case(model("deit3_small_patch16_224", **VIT), same(["blocks.0.attn"], scale=THIRD)),
-    "beit": Case(
-        model("beit_base_patch16_224", **VIT),
-        same(["blocks.0.attn"], scale=THIRD, relative_position_bias=True),
+    "deit": one(vit("deit_tiny_distilled_patch16_224")),
+    "deit3": one(vit("deit3_small_patch16_224")),
+    "beit": one(vit("beit_base_patch16_224"), relative_position_bias=True, bias=beit_bias),
+    "beit_shared_bias": one(
+        vit("beit_base_patch16_224", use_shared_rel_pos_bias=True, use_rel_pos_bias=False),
+        relative_position_bias=True,
         bias=beit_bias,
     ),
-    "beit_shared_bias": Case(
-        model("beit_base_patch16_224", use_shared_rel_pos_bias=True, use_rel_pos_bias=False, **VIT),
-        same(["blocks.0.attn"], scale=THIRD, relative_position_bias=True),
-        bias=beit_bias,
-    ),
-    "beit_plain": Case(
-        model("beit_base_patch16_224", use_rel_pos_bias=False, **VIT), same(["blocks.0.attn"], scale=THIRD)
-    ),
-    "eva_fused": Case(
-        model("eva02_tiny_patch14_224", **ROPE), same(["blocks.0.attn"], scale=EIGHTH, rotary=True), rope=called_rope
-    ),
-    "eva_separate": Case(
-        model("eva02_tiny_patch14_224", qkv_fused=False, scale_attn_inner=True, qk_norm=True, **ROPE),
-        same(["blocks.0.attn"], scale=EIGHTH, rotary=True, qk_norm="layer", modifiers=("output norm",)),
+    "beit_plain": one(vit("beit_base_patch16_224", use_rel_pos_bias=False)),
+    "eva_fused": one(eva(), scale=EIGHTH, rotary=True, rope=called_rope),
+    "eva_separate": one(
+        eva(qkv_fused=False, scale_attn_inner=True, qk_norm=True),
+        scale=EIGHTH,
+        rotary=True,
+        qk_norm="layer",
+        modifiers=("output norm",),
         rope=called_rope,
         reader=lambda module: module.norm,
     ),
-    "eva_no_rope": Case(model("eva_giant_patch14_224", **ROPE), same(["blocks.0.attn"], scale=EIGHTH)),
-    "rope_grouped": Case(
-        model(
-            "eva02_tiny_patch14_224",
-            attn_type="rope",
-            qkv_fused=False,
-            num_kv_heads=2,
-            **{**ROPE, "embed_dim": 32, "num_heads": 4},
-        ),
-        same(["blocks.0.attn"], scale=EIGHTH, rotary=True),
+    "eva_no_rope": one(eva("eva_giant_patch14_224"), scale=EIGHTH),
+    "rope_grouped": one(
+        eva(attn_type="rope", qkv_fused=False, num_kv_heads=2, embed_dim=32, num_heads=4),
+        scale=EIGHTH,
+        rotary=True,
         rope=called_rope,
     ),
-    "rope_fused": Case(
-        model("eva02_tiny_patch14_224", attn_type="rope", rope_rotate_half=True, **ROPE),
-        same(["blocks.0.attn"], scale=EIGHTH, rotary=True),
-        rope=called_rope,
+    "rope_fused": one(eva(attn_type="rope", rope_rotate_half=True), scale=EIGHTH, rotary=True, rope=called_rope),
+    "relpos": one(vit("vit_relpos_small_patch16_224"), relative_position_bias=True, bias=relpos_bias),
+    "relpos_shared": one(
+        vit("vit_relpos_small_patch16_224", shared_rel_pos=True), relative_position_bias=True, bias=relpos_bias
     ),
-    "relpos": Case(
-        model("vit_relpos_small_patch16_224", **VIT),
-        same(["blocks.0.attn"], scale=THIRD, relative_position_bias=True),
-        bias=relpos_bias,
-    ),
-    "relpos_shared": Case(
-        model("vit_relpos_small_patch16_224", shared_rel_pos=True, **VIT),
-        same(["blocks.0.attn"], scale=THIRD, relative_position_bias=True),
-        bias=relpos_bias,
-    ),
-    "sam": Case(
-        model("samvit_base_patch16", neck_chans=8, window_size=2, **{**VIT, "img_size": 64}),
-        same(["blocks.0.attn"], scale=THIRD, relative_position_bias=True, modifiers=POSITION_TERM),
+    "sam": one(
+        vit("samvit_base_patch16", neck_chans=8, window_size=2, img_size=64),
+        relative_position_bias=True,
+        modifiers=POSITION_TERM,
         bias=sam_bias,
     ),
     "swin": Case(
@@ -448,15 +430,17 @@ CASES: dict[str, Case] = {
         token_dims=2,
         refused=("blocks.1.attn",),
     ),
-    "tiny_vit": Case(
+    "tiny_vit": one(
         model("tiny_vit_5m_224", embed_dims=(8, 12), depths=(1, 1), num_heads=(2, 4), window_sizes=(4, 4)),
-        same(["stages.1.blocks.0.attn"], scale=THIRD, relative_position_bias=True),
+        "stages.1.blocks.0.attn",
+        relative_position_bias=True,
         bias=levit_bias,
     ),
-    "efficientformer": Case(
+    "efficientformer": one(
         # Its train() returns nothing, so that it cannot stand alone.
         lambda: nn.Sequential(efficientformer.Attention(dim=12, key_dim=3, num_heads=2, attn_ratio=2, resolution=3)),
-        same(["0"], scale=THIRD, relative_position_bias=True),
+        "0",
+        relative_position_bias=True,
         input=partial(tokens, 9, 12),
         bias=levit_bias,
     ),
@@ -466,89 +450,68 @@ CASES: dict[str, Case] = {
         ),
         {"blocks.0.attn_in": {"scale": QUARTER}, "blocks.0.attn_out": {"scale": 6**-0.5}},
     ),
-    "convit": Case(
-        model("convit_tiny", local_up_to_layer=1, **{**VIT, "depth": 2}),
-        same(["blocks.1.attn"], scale=12**-0.5),  # its embed_dim is the width of a head
+    "convit": one(
+        vit("convit_tiny", local_up_to_layer=1, depth=2),
+        "blocks.1.attn",
+        scale=12**-0.5,  # its embed_dim is the width of a head
         refused=("blocks.0.attn",),
     ),
-    "visformer": Case(
-        lambda: visformer.Attention(12, num_heads=4, head_dim_ratio=2),
-        same([""], scale=6**-0.5),
-        input=partial(image, 3, 12),
+    "visformer": alone(image(3, 12), visformer.Attention, 12, num_heads=4, head_dim_ratio=2, scale=6**-0.5),
+    "fastvit": alone(image(3, 12), fastvit.Attention, 12, head_dim=3),
+    "metaformer": alone(tokens(5, 12), metaformer.Attention, 12, head_dim=3, proj_bias=True),
+    "nextvit": alone(tokens(8, 12), nextvit.EfficientAttention, 12, head_dim=3, sr_ratio=2, cross=True),
+    "multi_query": alone(
+        image(4, 8),
+        partial(attention2d.MultiQueryAttention2d, num_heads=3, key_dim=4, value_dim=5, kv_stride=2),
+        8,
+        scale=QUARTER,
+        cross=True,
     ),
-    "fastvit": Case(
-        lambda: fastvit.Attention(12, head_dim=3), same([""], scale=THIRD), input=partial(image, 3, 12)
+    "attention_2d": alone(image(3, 12), attention2d.Attention2d, 12, num_heads=4),
+    "attention_2d_head_first": alone(image(3, 12), attention2d.Attention2d, 12, num_heads=4, head_first=True),
+    "lowformer": alone(
+        image(4, 64), lowformer.ConvAttention, 64, head_dim_mul=1.0, att_stride=2, att_kernel=3, scale=32**-0.5
     ),
-    "metaformer": Case(
-        lambda: metaformer.Attention(12, head_dim=3, proj_bias=True),
-        same([""], scale=THIRD),
-        input=partial(tokens, 5, 12),
-    ),
-    "nextvit": Case(
-        lambda: nextvit.EfficientAttention(12, head_dim=3, sr_ratio=2),
-        same([""], scale=THIRD, cross=True),
-        input=partial(tokens, 8, 12),
-    ),
-    "multi_query": Case(
-        lambda: attention2d.MultiQueryAttention2d(8, num_heads=3, key_dim=4, value_dim=5, kv_stride=2),
-        same([""], scale=QUARTER, cross=True),
-        input=partial(image, 4, 8),
-    ),
-    "attention_2d": Case(
-        lambda: attention2d.Attention2d(12, num_heads=4), same([""], scale=THIRD), input=partial(image, 3, 12)
-    ),
-    "attention_2d_head_first": Case(
-        lambda: attention2d.Attention2d(12, num_heads=4, head_first=True),
-        same([""], scale=THIRD),
-        input=partial(image, 3, 12),
-    ),
-    "lowformer": Case(
-        lambda: lowformer.ConvAttention(64, head_dim_mul=1.0, att_stride=2, att_kernel=3),
-        same([""], scale=32**-0.5),
-        input=partial(image, 4, 64),
-    ),
-    "cpubone": Case(
-        lambda: cpubone.ConvAttention(64, att_stride=1, att_kernel=3, fuse_out_proj=True),
-        same([""], scale=32**-0.5),
-        input=partial(image, 3, 64),
+    "cpubone": alone(
+        image(3, 64),
+        partial(cpubone.ConvAttention, att_stride=1, att_kernel=3, fuse_out_proj=True),
+        64,
+        scale=32**-0.5,
         reader=lambda module: module.upsampling,
     ),
-    "bottleneck": Case(
-        lambda: bottleneck_attn.BottleneckAttn(8, dim_out=12, feat_size=(3, 3), num_heads=2, dim_head=4, qkv_bias=True),
-        same([""], scale=QUARTER, relative_position_bias=True, modifiers=POSITION_TERM),
-        input=partial(image, 3, 8),
+    "bottleneck": alone(
+        image(3, 8),
+        partial(bottleneck_attn.BottleneckAttn, dim_out=12, feat_size=(3, 3), num_heads=2, dim_head=4, qkv_bias=True),
+        8,
+        scale=QUARTER,
+        relative_position_bias=True,
+        modifiers=POSITION_TERM,
         bias=bottleneck_bias,
     ),
-    "halo": Case(
-        lambda: halo_attn.HaloAttn(8, dim_out=12, num_heads=2, dim_head=4, block_size=2, halo_size=1),
-        same([""], scale=QUARTER, relative_position_bias=True, cross=True, modifiers=POSITION_TERM),
-        input=partial(image, 2, 8),
+    "halo": alone(
+        image(2, 8),
+        partial(halo_attn.HaloAttn, dim_out=12, num_heads=2, dim_head=4, block_size=2, halo_size=1),
+        8,
+        scale=QUARTER,
+        relative_position_bias=True,
+        cross=True,
+        modifiers=POSITION_TERM,
         bias=halo_bias,
         memory=halo_memory,
     ),
-    "non_local": Case(
-        lambda: non_local_attn.NonLocalAttn(8, rd_channels=4), same([""], scale=EIGHTH), input=partial(image, 3, 8)
+    "non_local": alone(image(3, 8), non_local_attn.NonLocalAttn, 8, rd_channels=4, scale=EIGHTH),
+    "pool_2d": alone(image(3, 12), attention_pool2d.AttentionPool2d, 12, feat_size=3, num_heads=4, out_features=5),
+    "pool_2d_separate": alone(image(3, 12), attention_pool2d.AttentionPool2d, 12, feat_size=3, **SEPARATE_POOL),
+    "pool_2d_rotary": alone(
+        image(3, 12), attention_pool2d.RotAttentionPool2d, 12, ref_feat_size=3, rotary=True, rope=pool_rope,
+        **SEPARATE_POOL,
     ),
-    "pool_2d": Case(
-        lambda: attention_pool2d.AttentionPool2d(12, feat_size=3, num_heads=4, out_features=5),
-        same([""], scale=THIRD),
-        input=partial(image, 3, 12),
-    ),
-    "pool_2d_separate": Case(
-        partial(separate_pool, attention_pool2d.AttentionPool2d, feat_size=3),
-        same([""], scale=QUARTER),
-        input=partial(image, 3, 12),
-    ),
-    "pool_2d_rotary": Case(
-        partial(separate_pool, attention_pool2d.RotAttentionPool2d, ref_feat_size=3),
-        same([""], scale=QUARTER, rotary=True),
-        input=partial(image, 3, 12),
-        rope=pool_rope,
-    ),
-    "pool_latent": Case(
-        lambda: attention_pool.AttentionPoolLatent(12, num_heads=4, latent_len=2, latent_dim=8, out_features=0),
-        same([""], scale=THIRD, cross=True),
-        input=partial(tokens, 5, 12),
+    "pool_latent": alone(
+        tokens(5, 12),
+        partial(attention_pool.AttentionPoolLatent, latent_len=2, latent_dim=8, out_features=0),
+        12,
+        num_heads=4,
+        cross=True,
         reader=lambda module: module.proj,
     ),
 }  # fmt: skip
