@@ -31,16 +31,6 @@ class NanoGPTAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
-class InterleavedAttention(NanoGPTAttention):
-    """The same parameters read per head: [q k v] of head 0, of head 1, ...; scale 0.7, not causal."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, self.n_head, 3, C // self.n_head).permute(3, 0, 2, 1, 4)
-        att = (0.7 * torch.einsum("bhid,bhjd->bhij", q, k)).softmax(-1)
-        return self.c_proj((att @ v).transpose(1, 2).reshape(B, T, C))
-
-
 class StrangeAttention(NanoGPTAttention):
     """The same parameters in an order that nobody expects: [V|K|Q]."""
 

@@ -140,34 +140,25 @@ def names_of(result):
     return [layer.name for layer in result.layers]
 
 
-PATTERNS = {
-    "layers.*": ["layers.0.self_attn", "layers.1.self_attn"],
-    "layers.1": ["layers.1.self_attn"],
-    "*.[0]*": ["layers.0.self_attn"],
-    "self_attn": ["layers.0.self_attn", "layers.1.self_attn"],
-    ("layers.1", "layers.0*"): ["layers.0.self_attn", "layers.1.self_attn"],
+CHOSEN = {
+    "all by a pattern": (lambda sites: "layers.*", 2),
+    "a path": (lambda sites: "layers.1", 1),
+    "a set of signs": (lambda sites: "*.[1]*", 1),
+    "a part of paths": (lambda sites: "self_attn", 2),
+    "several patterns": (lambda sites: ("layers.1", "layers.0*"), 2),
+    "a site": (lambda sites: sites[1], 1),
+    "a site beside a pattern": (lambda sites: [sites[1], "layers.0"], 2),
 }
 
 
 @pytest.mark.parametrize("verb", BY_SITES)
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_sites_by_a_pattern_of_paths(verb, pattern):
-    given, expected = model(), PATTERNS[pattern]
+@pytest.mark.parametrize("case", CHOSEN)
+def test_sites_and_patterns_of_paths(verb, case):
+    given, (choose, count) = model(), CHOSEN[case]
     before = copy.deepcopy(given)
-    result = BY_SITES[verb](given, pattern)
-    assert (changed(before, given) if result is given else names_of(result)) == expected
-
-
-@pytest.mark.parametrize("verb", BY_SITES)
-def test_one_site_and_sites_beside_patterns(verb):
-    given = model()
-    before, (_, second) = copy.deepcopy(given), wc.find_attention(given)
-    result = BY_SITES[verb](given, second)
-    assert (changed(before, given) if result is given else names_of(result)) == ["layers.1.self_attn"]
-    other = model()
-    mixed = [wc.find_attention(other)[1], "layers.0"]
-    result = BY_SITES[verb](other, mixed)
-    assert len(changed(before, other) if result is other else names_of(result)) == 2
+    result = BY_SITES[verb](given, choose(wc.find_attention(given)))
+    found = changed(before, given) if result is given else names_of(result)
+    assert found == ["layers.0.self_attn", "layers.1.self_attn"][-count:]
 
 
 @pytest.mark.parametrize("verb", BY_SITES)

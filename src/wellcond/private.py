@@ -237,15 +237,6 @@ def operator_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return {**defaults, **given, **kwargs}
 
 
-def in_backward_pass() -> bool:
-    """Whether autograd is running a backward pass in this thread: what is called now is computed again for it.
-
-    Needs `torch._C._current_graph_task_id`, which `torch.autograd.graph` asks for the same; a public function does not
-    exist. Tried with torch 2.15.
-    """
-    return torch._C._current_graph_task_id() != -1
-
-
 def plain_tensor(tensor: Tensor) -> Tensor | None:
     """The tensor of this process behind what torch.distributed wraps around it; None behind another subclass.
 

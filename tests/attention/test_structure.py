@@ -14,7 +14,6 @@ from models import (
     Block,
     FusedWithMask,
     HeadsFastest,
-    InterleavedAttention,
     NanoGPTAttention,
     StrangeAttention,
     XTransformersAttention,
@@ -132,7 +131,7 @@ def test_shared_modules_are_listed_once():
 
 @pytest.mark.parametrize(
     "module",
-    [NanoGPTAttention(), NanoGPTAttention(flash=False), InterleavedAttention(), XTransformersAttention(kv_heads=2)],
+    [NanoGPTAttention(), NanoGPTAttention(flash=False), XTransformersAttention(kv_heads=2)],
     ids=lambda module: type(module).__name__,
 )
 def test_heads_reproduce_the_forward(module):

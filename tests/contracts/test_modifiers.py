@@ -48,7 +48,6 @@ from wellcond.attention.families.table import (
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 
-Words = tuple[str, ...]
 SLIDING = SLIDING_THEN_FULL | {"sliding_window": 2}
 
 
@@ -110,117 +109,104 @@ def mimo(**values: Any) -> Callable[[], nn.Module]:
     return make("MiMoV2Flash", **layers, mlp_layer_types=["dense", "dense"], **values)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A model and, by parts of their names, the modifiers of its sites in a setting."""
-
-    build: Callable[[], nn.Module]
-    sites: dict[str, Words]
-
-
-ROWS: dict[str, Row] = {
-    "gpt-oss": Row(gpt_oss, {"layers.0": (ATTENTION_SINKS,), "layers.1": (ATTENTION_SINKS,)}),
-    "mimo-v2-flash": Row(
+ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[str, ...]]]] = {
+    "gpt-oss": (gpt_oss, {"layers.0": (ATTENTION_SINKS,), "layers.1": (ATTENTION_SINKS,)}),
+    "mimo-v2-flash": (
         mimo(attention_value_scale=0.5),
         {"layers.0": (ATTENTION_SINKS, SCALED_VALUES), "layers.1": (SCALED_VALUES,)},
     ),
-    "mimo-v2-flash, unscaled": Row(
+    "mimo-v2-flash, unscaled": (
         mimo(attention_value_scale=None), {"layers.0": (ATTENTION_SINKS,), "layers.1": ()}
     ),
-    "mvp with prompts": Row(
+    "mvp with prompts": (
         make("Mvp", **BART, use_prompt=True, prompt_length=2, prompt_mid_dim=8),
         {"encoder.layers.0.self_attn": (EXTRA_KEYS,), "decoder.layers.0.encoder_attn": (EXTRA_KEYS,)},
     ),
-    "mvp": Row(make("Mvp", **BART), {"encoder.layers.0.self_attn": (), "decoder.layers.0.encoder_attn": ()}),
-    "torch, learned key": Row(partial(nn.MultiheadAttention, 8, 2, add_bias_kv=True), {"": (EXTRA_KEYS,)}),
-    "torch, zero key": Row(partial(nn.MultiheadAttention, 8, 2, add_zero_attn=True), {"": (EXTRA_KEYS,)}),
-    "torch": Row(partial(nn.MultiheadAttention, 8, 2), {"": ()}),
-    "mistral": Row(make("Mistral", **LLAMA, sliding_window=2), {"layers.1": ()}),
-    "mistral, full": Row(make("Mistral", **LLAMA, sliding_window=None), {"layers.1": ()}),
-    "qwen2": Row(
+    "mvp": (make("Mvp", **BART), {"encoder.layers.0.self_attn": (), "decoder.layers.0.encoder_attn": ()}),
+    "torch, learned key": (partial(nn.MultiheadAttention, 8, 2, add_bias_kv=True), {"": (EXTRA_KEYS,)}),
+    "torch, zero key": (partial(nn.MultiheadAttention, 8, 2, add_zero_attn=True), {"": (EXTRA_KEYS,)}),
+    "torch": (partial(nn.MultiheadAttention, 8, 2), {"": ()}),
+    "mistral": (make("Mistral", **LLAMA, sliding_window=2), {"layers.1": ()}),
+    "mistral, full": (make("Mistral", **LLAMA, sliding_window=None), {"layers.1": ()}),
+    "qwen2": (
         make("Qwen2", **SQUARE_LLAMA, use_sliding_window=True, **SLIDING),
         {"layers.0": (), "layers.1": ()},
     ),
-    "exaone4": Row(
+    "exaone4": (
         make("Exaone4", **LLAMA, **SLIDING, sliding_window_pattern="LG"),
         {"layers.0": (), "layers.1": ()},
     ),
-    "swin": Row(swin(4), {"blocks.0": ()}),
-    "big bird": Row(
+    "swin": (swin(4), {"blocks.0": ()}),
+    "big bird": (
         make("BigBird", **BERT, attention_type="block_sparse", block_size=4, num_random_blocks=1),
         {"layer.0": (SELECTED_KEYS,)},
     ),
-    "big bird, full": Row(make("BigBird", **BERT, attention_type="original_full"), {"layer.0": ()}),
-    "minimax m3": Row(
+    "big bird, full": (make("BigBird", **BERT, attention_type="original_full"), {"layer.0": ()}),
+    "minimax m3": (
         text("MiniMaxM3VL", **LLAMA, layer_types=["minimax_m3_sparse", "full_attention"]),
         {"layers.0": (SELECTED_KEYS,), "layers.1": ()},
     ),
-    "sam": Row(
+    "sam": (
         partial(sam, True), {"layers.0": (QUERY_POSITION_TERM,), "layers.1": (QUERY_POSITION_TERM,)}
     ),
-    "sam, no positions": Row(partial(sam, False), {"layers.0": (), "layers.1": ()}),
-    "wav2vec2 conformer": Row(
+    "sam, no positions": (partial(sam, False), {"layers.0": (), "layers.1": ()}),
+    "wav2vec2 conformer": (
         make("Wav2Vec2Conformer", **WAVE, position_embeddings_type="relative"), {"layers.0": (QUERY_POSITION_TERM,)}
     ),
-    "wav2vec2 conformer, rotary": Row(
+    "wav2vec2 conformer, rotary": (
         make("Wav2Vec2Conformer", **WAVE, position_embeddings_type="rotary"), {"layers.0": ()}
     ),
-    "llama4": Row(
+    "llama4": (
         text("Llama4", **LLAMA, **EXPERTS, no_rope_layers=[1, 0], attn_temperature_tuning=True),
         {"layers.0": (), "layers.1": (POSITION_DEPENDENT_SCALE,)},
     ),
-    "llama4, untuned": Row(
+    "llama4, untuned": (
         text("Llama4", **LLAMA, **EXPERTS, no_rope_layers=[1, 0], attn_temperature_tuning=False), {"layers.1": ()}
     ),
-    "ministral3": Row(partial(ministral3, 0.1), {"layers.0": (POSITION_DEPENDENT_SCALE,)}),
-    "ministral3, one scale": Row(partial(ministral3, None), {"layers.0": ()}),
-    "gemma2": Row(
+    "ministral3": (partial(ministral3, 0.1), {"layers.0": (POSITION_DEPENDENT_SCALE,)}),
+    "ministral3, one scale": (partial(ministral3, None), {"layers.0": ()}),
+    "gemma2": (
         make("Gemma2", **LLAMA, **SLIDING, attn_logit_softcapping=0.05),
         {"layers.0": (LOGIT_SOFTCAP,), "layers.1": (LOGIT_SOFTCAP,)},
     ),
-    "gemma2, uncapped": Row(
+    "gemma2, uncapped": (
         make("Gemma2", **LLAMA, **SLIDING, attn_logit_softcapping=None),
         {"layers.0": (), "layers.1": ()},
     ),
     # Its config has the cap, and its forward does not use it.
-    "gemma3": Row(
+    "gemma3": (
         text("Gemma3", **LLAMA, **SLIDING, attn_logit_softcapping=0.05),
         {"layers.0": (), "layers.1": ()},
     ),
-    "hiera": Row(
+    "hiera": (
         hiera, {"stages.0.layers.0": (), "stages.1.layers.0": (POOLED_QUERIES,),
                 "stages.1.layers.1": ()}
     ),
-    "olmo": Row(make("Olmo", **WITHOUT_WIDTH, clip_qkv=0.05), {"layers.0": (CLIPPED_QKV,)}),
-    "olmo, unclipped": Row(make("Olmo", **WITHOUT_WIDTH, clip_qkv=None), {"layers.0": ()}),
-    "mpt": Row(mpt(0.05), {"blocks.0": (CLIPPED_QKV,)}),
-    "mpt, unclipped": Row(mpt(None), {"blocks.0": ()}),
-    "nystromformer": Row(
+    "olmo": (make("Olmo", **WITHOUT_WIDTH, clip_qkv=0.05), {"layers.0": (CLIPPED_QKV,)}),
+    "olmo, unclipped": (make("Olmo", **WITHOUT_WIDTH, clip_qkv=None), {"layers.0": ()}),
+    "mpt": (mpt(0.05), {"blocks.0": (CLIPPED_QKV,)}),
+    "mpt, unclipped": (mpt(None), {"blocks.0": ()}),
+    "nystromformer": (
         make("Nystromformer", **BERT, num_landmarks=4, segment_means_seq_len=12), {"layer.0": (VALUE_CONVOLUTION,)}
     ),
-    "bitnet": Row(make("BitNet", **WITHOUT_WIDTH), {"layers.0": (OUTPUT_NORM,)}),
-    "kosmos2": Row(kosmos, {"text_model.model.layers.0": (OUTPUT_NORM,), "image_to_text_projection": ()}),
-    "eva": Row(
+    "bitnet": (make("BitNet", **WITHOUT_WIDTH), {"layers.0": (OUTPUT_NORM,)}),
+    "kosmos2": (kosmos, {"text_model.model.layers.0": (OUTPUT_NORM,), "image_to_text_projection": ()}),
+    "eva": (
         partial(timm.create_model, "eva02_tiny_patch14_224", scale_attn_inner=True, **cases_timm.ROPE),
         {"blocks.0": (OUTPUT_NORM,)},
     ),
-    "vit, norm and gate": Row(
+    "vit, norm and gate": (
         partial(timm.layers.Attention, 12, num_heads=4, gated=True, scale_norm=True, norm_layer=nn.LayerNorm),
         {"": (OUTPUT_NORM, GATED_OUTPUT)},
     ),
-    "vit, norm": Row(vit(scale_attn_norm=True), {"blocks.0": (OUTPUT_NORM,)}),
-    "vit": Row(vit(), {"blocks.0": ()}),
-    "qwen3-next": Row(qwen3_next, {"layers.0": (GATED_OUTPUT,)}),
-    "beam": Row(
+    "vit, norm": (vit(scale_attn_norm=True), {"blocks.0": (OUTPUT_NORM,)}),
+    "vit": (vit(), {"blocks.0": ()}),
+    "qwen3-next": (qwen3_next, {"layers.0": (GATED_OUTPUT,)}),
+    "beam": (
         make("Beam", **LLAMA), {"layers.0": (GATED_OUTPUT,),
                                 "layers.1": (POSITION_DEPENDENT_SCALE, GATED_OUTPUT)}
     ),
 }  # fmt: skip
-
-
-def built(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return randomise_(ROWS[name].build())
 
 
 def site_of(model: nn.Module, part: str) -> AttentionSite:
@@ -229,13 +215,13 @@ def site_of(model: nn.Module, part: str) -> AttentionSite:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_modifiers_are_those_of_the_settings(name: str):
-    model = ROWS[name].build()
-    found = {part: site_of(model, part).modifiers for part in ROWS[name].sites}
-    assert found == ROWS[name].sites
+    build, expected = ROWS[name]
+    model = build()
+    assert {part: site_of(model, part).modifiers for part in expected} == expected
 
 
 def test_every_word_is_set_somewhere_and_means_something():
-    used = {word for row in ROWS.values() for words in row.sites.values() for word in words}
+    used = {word for _, sites in ROWS.values() for words in sites.values() for word in words}
     assert used == set(VOCABULARY)
     assert all(VOCABULARY.values())
 
@@ -252,7 +238,8 @@ class Seen:
 
 
 def see(name: str, part: str) -> Seen:
-    model = built(name)
+    torch.manual_seed(0)
+    model = randomise_(ROWS[name][0]())
     site = site_of(model, part)
     read: list[Tensor] = []
     hook = site.o.owner.register_forward_pre_hook(lambda _, args: read.append(args[0].clone()))
@@ -270,7 +257,7 @@ TEXT = [
     for name in ("gpt-oss", "mimo-v2-flash", "mimo-v2-flash, unscaled", "mistral", "mistral, full", "qwen2", "exaone4",
                  "gemma2", "gemma2, uncapped", "gemma3", "olmo", "olmo, unclipped", "mpt", "mpt, unclipped", "bitnet",
                  "qwen3-next")
-    for part in ROWS[name].sites
+    for part in ROWS[name][1]
 ]  # fmt: skip
 
 

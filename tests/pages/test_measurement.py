@@ -99,10 +99,12 @@ def test_the_page_says_which_model_which_input_and_which_version(data):
     assert render_measurement(data | {"run": {}}).count("<dd>not recorded</dd>") == 3
 
 
-def test_weights_without_full_rank_show_it(data):
-    weight = data["layers"][0]["heads"][0]["weights"]["k"]
-    weight.update(rank=3, nullity=1, condition_number="inf", pseudo_condition_number=2.5)
-    assert "∞ (rank 3 of 4, pseudo 2.5)" in render_measurement(data)
+def test_weights_without_full_rank_and_grouped_heads_show_it(data):
+    head = data["layers"][0]["heads"][0]
+    head["query_heads"] = [0, 1, 2, 3]
+    head["weights"]["k"].update(rank=3, nullity=1, condition_number="inf", pseudo_condition_number=2.5)
+    page = render_measurement(data)
+    assert "∞ (rank 3 of 4, pseudo 2.5)" in page and "head 0 (query heads 0 to 3)" in page
 
 
 def test_dead_heads_are_marked_and_off_the_scale(data):
@@ -183,11 +185,6 @@ def test_layers_that_were_not_measured_are_listed(data):
     data["layers"][1].update(heads=[], problem="so is this")
     assert "No head was measured" in render_measurement(data)
     assert "No head was measured" in render_measurement(data | {"layers": []})
-
-
-def test_grouped_heads_name_their_queries(data):
-    data["layers"][0]["heads"][0]["query_heads"] = [0, 1, 2, 3]
-    assert "head 0 (query heads 0 to 3)" in render_measurement(data)
 
 
 @pytest.mark.parametrize("bad", [[], {}, {"schema": 1, "layers": 3}, {"schema": 1, "layers": [{}]}, None])

@@ -9,7 +9,7 @@ Legend: H query heads, K key/value heads, g = H / K, d head width.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,19 +23,8 @@ from wellcond.errors import WeightError
 
 Arrangement = Literal["blocks", "groups"]
 Role = Literal["q", "k", "v"]
-FACTS = (
-    "kind",
-    "scale",
-    "causal",
-    "cross",
-    "relative_position_bias",
-    "qk_norm",
-    "rotary",
-    "talking_heads",
-    "modifiers",
-    "evidence",
-    "roles",
-)
+NO_FACTS = {"name", "module", "q", "k", "v", "o", "stream"}
+FACTS = tuple(field.name for field in fields(AttentionSite) if field.name not in NO_FACTS)
 """Fields of a site that an adapter declares."""
 
 

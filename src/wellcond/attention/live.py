@@ -37,7 +37,7 @@ from wellcond.attention.sharding import unwrap, wrappers
 from wellcond.attention.site import AttentionSite, find_blocks
 from wellcond.private import (
     higher_order_name,
-    in_backward_pass,
+    in_backward,
     operator_arguments,
     plain_tensor,
     return_names,
@@ -509,7 +509,7 @@ def _counts(module: nn.Module) -> bool:
     """Whether a call belongs to a pass that is to be seen."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
-    return module.training and not in_backward_pass()
+    return module.training and not in_backward()
 
 
 def _never_seen(site: AttentionSite) -> str:
