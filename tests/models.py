@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -89,3 +92,21 @@ class Block(nn.Module):
 
 def stack(make=NanoGPTAttention, depth: int = 2, width: int = 12, **kwargs) -> nn.Sequential:
     return nn.Sequential(*(Block(make(width, **kwargs), width) for _ in range(depth)), nn.Linear(width, 3))
+
+
+@contextlib.contextmanager
+def changes(model: nn.Module) -> Iterator[set[str]]:
+    """Names of the weights and buffers that are others at the end of the context."""
+    before, found = {name: value.clone() for name, value in model.state_dict().items()}, set()
+    yield found
+    now = model.state_dict()
+    assert now.keys() == before.keys()
+    found |= {name for name, value in now.items() if not torch.equal(value, before[name])}
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Every weight and buffer is the same at the end of the context."""
+    with changes(model) as found:
+        yield
+    assert not found

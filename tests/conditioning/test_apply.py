@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wellcond as wc
 from conditioning.test_corrections import corrections, each_method, vit
-from models import XTransformersAttention
+from models import XTransformersAttention, unchanged
 from wellcond.attention.slot import effective_weight
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -46,21 +46,6 @@ def test_folding_restores_a_plain_model_with_the_same_outputs(method, options):
     fresh = vit().eval()
     fresh.load_state_dict(model.state_dict())
     torch.testing.assert_close(fresh(X), conditioned, rtol=0, atol=1e-6)
-
-
-def test_an_optimiser_made_before_still_trains_after():
-    model = vit()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    wc.condition_(model, "balanced")
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(X).square().sum().backward()
-        optimizer.step()
-    wc.fold_(model)
-    before = model.blocks[0].attn.qkv.weight.clone()
-    model(X).square().sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.blocks[0].attn.qkv.weight, before)
 
 
 def test_folding_a_plain_model_or_a_part_is_refused():
@@ -139,10 +124,8 @@ def test_a_marked_checkpoint_tells_a_plain_model_what_to_run():
 def test_a_checkpoint_of_another_conditioning_is_refused_whole():
     source = wc.condition_(vit(), "identity", lam=0.5)
     target = wc.condition_(vit(), "identity", lam=0.25)
-    before = {key: value.clone() for key, value in target.state_dict().items()}
-    with pytest.raises(wc.CheckpointMismatchError, match="nothing was loaded"):
+    with unchanged(target), pytest.raises(wc.CheckpointMismatchError, match="nothing was loaded"):
         target.load_state_dict(source.state_dict())
-    assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items())
 
 
 def test_a_conditioned_submodule_keeps_its_prefix():

@@ -96,18 +96,6 @@ def test_lambda_of_ten_lowers_the_condition_number_of_every_head():
             assert now.condition_number <= (10 + was.sigma_max) / (10 - was.sigma_max) * (1 + 1e-6)
 
 
-def test_weight_activation_and_folded_forms_agree():
-    # X (W + lam I) = X W + lam X[:, :d]
-    module = XTransformersAttention(12, heads=1, dim_head=5)
-    x = torch.randn(2, 7, 12)
-    activation_form = module.to_q(x) + 0.7 * x[..., :5]
-    wc.condition_(module, "identity", lam=0.7, layout="per_head")
-    weight_form = module.to_q(x)
-    folded_form = wc.fold_(module).to_q(x)
-    torch.testing.assert_close(weight_form, activation_form)
-    assert torch.equal(folded_form, weight_form)
-
-
 @pytest.mark.parametrize("options", [{}, {"solver": "svd"}], ids=["products", "svd"])
 def test_polar_is_theorem_35_per_head(options):
     model = vit()

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 import wellcond as wc
+from models import changes
 from wellcond.init import recommended
 
 LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
@@ -56,10 +57,6 @@ def kinds(diagnosis):
 def follow(line, model, batch):
     """Run a line of the doctor as it is printed."""
     exec(line, {"wc": wc, "torch": torch, "model": model, "batch": batch})
-
-
-def copy_of(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 # One recommendation
@@ -179,10 +176,9 @@ def test_a_fix_for_one_tower_leaves_the_other_as_it_is(kind, role, factor):
     found = wc.diagnose(model, batch)
     [finding] = [finding for finding in found.findings if finding.kind == kind]
     assert all(name.startswith("transformer.") for name in finding.layers)
-    before = copy_of(model)
-    follow(finding.remedy, model, batch)
+    with changes(model) as changed:
+        follow(finding.remedy, model, batch)
     assert kind not in kinds(wc.diagnose(model, batch))
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed and all(name.startswith("transformer.") for name in changed)
 
 
@@ -192,10 +188,9 @@ def test_a_fix_for_given_sites_leaves_the_others_as_they_are():
     sites = [site for site in wc.find_attention(model) if site.name.startswith("visual")]
     for site in sites:
         site.q.write_(30 * site.q.read_raw())
-    before = copy_of(model)
     [finding] = wc.diagnose(model, batch, sites=sites).findings
-    follow(finding.remedy, model, batch)
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    with changes(model) as changed:
+        follow(finding.remedy, model, batch)
     assert changed and all(name.startswith("visual.") for name in changed)
 
 

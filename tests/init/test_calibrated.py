@@ -19,6 +19,7 @@ from transformers import (
 
 import wellcond as wc
 from lab.small import assert_same_run, small_job, stop_after
+from models import changes, unchanged
 from wellcond.attention.record import logit_spread, record, root_mean_square
 from wellcond.attention.site import find_blocks
 from wellcond.errors import WeightError
@@ -58,10 +59,6 @@ def built(name):
 
 def calibrated(model, batch, seed=0, **options):
     return wc.init_(model, "calibrated", batch=batch, generator=torch.Generator().manual_seed(seed), **options)
-
-
-def state_of(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def same(model, state):
@@ -105,13 +102,12 @@ def test_positions_are_as_large_as_the_embeddings_spread(name, table, layer):
 
 def test_nothing_else_changes_and_a_seed_gives_the_same_weights():
     model, batch = built("vit")
-    before = state_of(model)
-    calibrated(model, batch)
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    values = model.blocks[0].attn.qkv.weight[96:].clone()
+    with changes(model) as changed:
+        calibrated(model, batch)
     per_block = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc2.weight")
     assert changed == {"pos_embed", *(f"blocks.{i}.{name}" for i in range(3) for name in per_block)}
-    rows = model.blocks[0].attn.qkv.weight[96:], before["blocks.0.attn.qkv.weight"][96:]
-    assert torch.equal(*rows)  # of the values
+    assert torch.equal(model.blocks[0].attn.qkv.weight[96:], values)
     again, _ = built("vit")
     calibrated(again, batch)
     assert same(again, model.state_dict())
@@ -136,9 +132,8 @@ def test_directions_of_queries_and_keys(start):
 
 def test_parts_can_be_left_as_they_are():
     model, batch = built("gpt2")
-    before = state_of(model)
-    calibrated(model, batch, words=None, positions=None, share=None)
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    with changes(model) as changed:
+        calibrated(model, batch, words=None, positions=None, share=None)
     assert changed == {f"transformer.h.{i}.attn.c_attn.weight" for i in range(2)}
 
 
@@ -153,9 +148,8 @@ def test_blocks_that_scale_themselves_and_normalised_queries_are_left_alone():
     sizes = {**SMALL, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 4, "cls_attn_layers": 1}
     torch.manual_seed(0)
     xcit = timm.create_model("xcit_nano_12_p8_224", **sizes)
-    before = state_of(xcit)
-    calibrated(xcit, IMAGES)
-    changed = {name for name, value in xcit.state_dict().items() if not torch.equal(value, before[name])}
+    with changes(xcit) as changed:
+        calibrated(xcit, IMAGES)
     assert changed == {"cls_attn_blocks.0.attn.q.weight", "cls_attn_blocks.0.attn.k.weight"}
 
 
@@ -172,19 +166,16 @@ def test_a_function_may_call_the_model():
 ])  # fmt: skip
 def test_a_batch_that_fails_leaves_the_model_as_it_was(batch, error):
     model, _ = built("vit")
-    before = state_of(model)
-    with pytest.raises((ValueError, AssertionError, WeightError), match=error):
+    with unchanged(model), pytest.raises((ValueError, AssertionError, WeightError), match=error):
         calibrated(model, batch)
-    assert same(model, before) and all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
 def test_a_frozen_weight_is_named_and_nothing_changes():
     model, batch = built("gpt2")
     model.transformer.h[1].mlp.c_proj.weight.requires_grad_(False)
-    before = state_of(model)
-    with pytest.raises(WeightError, match=r"h.1.mlp.c_proj.weight is frozen"):
+    with unchanged(model), pytest.raises(WeightError, match=r"h.1.mlp.c_proj.weight is frozen"):
         calibrated(model, batch)
-    assert same(model, before)
 
 
 def test_masked_keys_do_not_count():

@@ -9,13 +9,6 @@ from transformers import GPT2Config, GPT2Model
 import wellcond as wc
 from attention.modern import PerHead, Stack
 from init.helpers import first, tiny_vit
-from wellcond.init.selection import select_indices
-
-
-@pytest.mark.parametrize("sizes", [(6, 3, [0, 2, 4]), (7, 3, [0, 3, 6]), (4, 4, [0, 1, 2, 3])])
-def test_weight_selection_index_rule(sizes):
-    teacher, student, expected = sizes
-    assert select_indices(teacher, student).tolist() == expected
 
 
 def test_weight_selection_blind_and_by_heads():

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 import wellcond as wc
 from integrations.trainer_runs import bert, conditioned, inputs, losses, make_trainer, samples
+from models import unchanged
 from wellcond.integrations.transformers import WellcondCallback, prepare
 
 EVERY = {"every": 2, "budget": None}
@@ -47,10 +48,8 @@ def test_prepare_is_init_then_condition():
 )
 def test_bad_choices_leave_the_model_as_it_was(choices, error, said):
     model = bert()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(error, match=said):
+    with unchanged(model), pytest.raises(error, match=said):
         prepare(model, **choices)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 # -- measuring and logging ----------------------------------------------------------------------------------------
@@ -204,10 +203,8 @@ def test_calibrated_takes_a_batch():
 @pytest.mark.parametrize(("batch", "said"), [(None, "none was given; give batch="), (3, "batch: expected .* got 3")])
 def test_calibrated_without_a_batch_leaves_the_model_as_it_was(batch, said):
     model = bert()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match=said):
+    with unchanged(model), pytest.raises(ValueError, match=said):
         prepare(model, init="calibrated", condition="balanced", batch=batch)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_jacobians_are_logged_where_they_are_new_and_the_overhead_counts_everything(tmp_path):

@@ -166,8 +166,8 @@ def polar(*, layout: Layout = "per_head", frozen: bool = False, solver: str = "p
     """
     check_choice("solver", solver, ("products", "svd"))
     if solver == "products":
-        return _mixture(1.0, 1.0, layout, frozen, {})
-    return _mixture(1.0, 1.0, layout, frozen, {"solver": solver}, mix_with_svd)
+        return _mixture(mix_with_polar, 1.0, 1.0, layout, frozen, {})
+    return _mixture(mix_with_svd, 1.0, 1.0, layout, frozen, {"solver": solver})
 
 
 @register_condition("balanced")
@@ -182,16 +182,11 @@ def balanced(*, target: float = 2.0, layout: Layout = "per_head", frozen: bool =
     number = _number(target)
     if number is None or number < 1.0:
         raise ValueError(f"target: expected a condition number of at least 1, got {target!r}")
-    return _mixture(1 - 1 / number, 1 / number, layout, frozen, {"target": number})
+    return _mixture(mix_with_polar, 1 - 1 / number, 1 / number, layout, frozen, {"target": number})
 
 
 def _mixture(
-    keep: float,
-    share: float,
-    layout: Layout,
-    frozen: bool,
-    extra: dict[str, Any],
-    mix: Callable[..., Tensor] = mix_with_polar,
+    mix: Correct, keep: float, share: float, layout: Layout, frozen: bool, extra: dict[str, Any]
 ) -> Correction:
     """W + C = keep W + share sigma_1(W) U V^T for W = U S V^T."""
     check_choice("frozen", frozen, (True, False))
