@@ -124,8 +124,17 @@ def test_the_calls_themselves_are_valid(check, name, monkeypatch):
     check(name, *given.values(), *options)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_option_is_a_message(check, name):
+    """Each option of a command has one of the wrong values, and the next option another."""
+    for at, (command, parameter) in enumerate(PARAMETERS):
+        if command == name:
+            check(*arguments_with(command, parameter, FEW[at % len(FEW)]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("option", PARAMETERS, ids="-".join)
-def test_a_wrong_option_is_a_message(check, option):
+def test_each_wrong_value_of_an_option_is_a_message(check, option):
     for value in FEW:
         check(*arguments_with(*option, value))
 

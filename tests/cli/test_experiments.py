@@ -2,20 +2,14 @@
 
 import io
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from lab.held_runs import HELD
 from lab.report.fake_runs import FakeMethod, write_comparison
-from lab.small import SETTINGS, command, record, run
-from patience import PATIENCE
-from wellcond.cli.app import column_options, read_seeds
+from lab.small import SETTINGS, record
 from wellcond.cli.main import main
 from wellcond.errors import WellcondError
 from wellcond.init.apply import METHODS
@@ -109,24 +103,10 @@ def test_runs_of_train_are_those_of_a_comparison(wellcond, tmp_path, monkeypatch
     assert wellcond("report", tmp_path / "runs/digits-tiny", "--no-pictures")[0] == 0
 
 
-def test_train_takes_the_label_of_a_method_of_the_recipe(wellcond, fails, tmp_path):
+def test_train_takes_the_label_of_a_method_of_the_recipe(wellcond, tmp_path):
     mine = [*CHANGES, "--set", "methods=[default, {label: mine, init: conditioned}]"]
     assert wellcond("train", "digits", "--method", "mine", "-q", "-o", tmp_path / "run", *mine)[0] == 0
     assert record(tmp_path / "run")["method"] == "mine"
-    assert "expected methods to compare, found none" in fails("compare", "--recipe", "digits", "--set", "methods=[]")
-
-
-def without_times(text):
-    return [{key: value for key, value in json.loads(row).items() if key != "seconds"} for row in text.splitlines()]
-
-
-@pytest.mark.slow
-def test_one_process_and_the_pool_write_the_same_numbers(compared, tmp_path):
-    folder, *_ = compared
-    run(command("train", "digits", "--method", "conditioned", "--seed", 1, "-o", tmp_path / "run", "-q", *CHANGES))
-    for name in ("steps.jsonl", "conditioning.jsonl"):
-        ours, theirs = ((place / name).read_text() for place in (tmp_path / "run", folder / "conditioned/seed1"))
-        assert without_times(ours) == without_times(theirs)
 
 
 def test_report_rebuilds_the_same_bytes(compared, wellcond):
@@ -135,54 +115,6 @@ def test_report_rebuilds_the_same_bytes(compared, wellcond):
     code, output = wellcond("report", folder)
     assert code == 0 and "report.html" in output
     assert len(before) > 10 and all(path.read_bytes() == content for path, content in before.items())
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_a_comparison_that_goes_on(wellcond, hold, tmp_path):
-    held = ["--seeds", "1", "--set", HELD, "--trust-local-code", "--no-report"]
-    arguments = ["compare", "--recipe", "digits", "-o", tmp_path, *CHANGES, *held]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command(*arguments, "--jobs", 2), env=os.environ | hold.environment, **pipes)
-    hold.wait_for(2, process)
-
-    def records():
-        return [record(tmp_path / method / "seed0") for method in ("default", "conditioned")]
-
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and "the same command resumes from here" in output, (output, errors)
-    assert [(kept["status"], kept["progress"]["step"]) for kept in records()] == [("interrupted", 10)] * 2
-    assert wellcond(*arguments, "--jobs", 1)[0] == 0
-    assert [kept["status"] for kept in records()] == ["finished"] * 2
-
-
-def test_recipes_are_listed(wellcond):
-    _, listed = wellcond("recipes")
-    assert "digits" in listed and "paper" in listed
-    rows = json.loads(wellcond("recipes", "--json")[1])
-    assert {row["scale"] for row in rows} == {"tiny", "small", "paper"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "digitz"], "Did you mean 'digits'?"),
-        (["train", "vit", "--scale", "huge"], "exists at scale tiny, small, paper, not 'huge'"),
-        (["train", "nowhere.yaml"], "nowhere.yaml cannot be read as text: [Errno 2] No such file"),
-        (["train", "digits", "--method", "magic"], "unknown method: got 'magic'"),
-        (["train", "digits", "--set", "optimizer.rate=1"], "unknown field: got 'rate'"),
-        (["compare", "--recipe", "digits", "--methods", "polar"], "the baseline 'default' is not among the methods"),
-        (["compare", "--recipe", "digits", "--seeds", "some"], "expected a number or a list such as 0,1,2"),
-        (["compare", "--recipe", "digits", "--jobs", "-1"], "--jobs: expected auto or a number"),
-        (["train", "digits", "--data", "gone.parquet"], "no such file or folder: gone.parquet"),
-        (["train", "digits", "--method", "default,polar"], "--method: expected one method, found 2"),
-        (["compare", "--recipe", "digits", "--methods", "default,identity(lam=1),identity(lam=1.0)"], "are the same"),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_say_what_was_expected(arguments, message, fails, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert message in fails(*arguments)
-    assert not list(tmp_path.iterdir())
 
 
 def test_data_errors_end_a_comparison_at_once_and_name_the_file(fails, tmp_path):
@@ -214,29 +146,3 @@ def test_a_run_that_fails_early_is_reported_beside_the_others(wellcond, tmp_path
     assert "no memory for so many heads" in rows["failed"]["reason"]
     build_report(tmp_path, pictures=False)
     assert "failed" in (tmp_path / "report/report.md").read_text()
-
-
-def test_training_on_own_text_with_two_column_names(wellcond, tmp_path):
-    table = tmp_path / "reviews.csv"
-    rows = [f"{'splendid' if n % 2 else 'dreadful'} film {n},{'yes' if n % 2 else 'no'}" for n in range(400)]
-    table.write_text("review,liked\n" + "\n".join(rows) + "\n")
-    changes = [
-        "training.length={steps: 60}",
-        "task.length=16",
-        "model={name: 'hf:bert', arguments: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
-        "intermediate_size: 32}}",
-        "evaluation.test=null",
-        "evaluation.every={steps: 60}",
-        "training.batch_size=16",
-    ]
-    settings = [part for change in changes for part in ("--set", change)]
-    data = ["--data", table, "--input", "review", "--label", "liked"]
-    assert wellcond("train", "lra-text", *data, *settings, "-o", tmp_path / "run", "-q")[0] == 0
-    kept = record(tmp_path / "run")
-    assert kept["status"] == "finished" and kept["final"]["accuracy"] > 0.9
-    assert kept["data"]["train"] == 360
-
-
-def test_seeds_are_a_number_or_a_list():
-    assert read_seeds("3") == (0, 1, 2) and read_seeds("3,7") == (3, 7) and read_seeds(None) is None
-    assert column_options("review", None) == {"input": "review"}

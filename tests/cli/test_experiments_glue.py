@@ -89,30 +89,6 @@ def test_the_tables_follow_from_the_records_alone(scored, tmp_path):
         assert (copy / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_a_single_run_has_its_own_tables(scored):
-    folder, *_ = scored
-    code, out, _ = call("glue", folder / "default/seed0", "--tasks", "cola", "--cpu")
-    assert code == 0 and "default" in out and (folder / "default/seed0/glue/glue.md").is_file()
-
-
-def test_an_unknown_task_is_told_without_a_traceback(scored):
-    ended, _, _ = call("glue", scored[0] / "default/seed0", "--tasks", "cola,wnli")
-    assert ended.startswith("error: ") and "unknown GLUE task: got 'wnli'" in ended
-
-
-def test_a_folder_that_is_missing_or_no_run_is_refused(tmp_path):
-    assert call("glue", tmp_path / "nowhere")[0] == 2
-    assert "expected run.json there" in call("glue", tmp_path)[0]
-
-
-@pytest.mark.slow
-def test_a_pool_of_workers_scores_what_one_process_does(scored, compared, tmp_path):
-    folder = compared
-    copy = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("glue", "glue.*"))
-    run(command("glue", copy, "--tasks", "cola,stsb", "--jobs", 2, "--cpu"))
-    assert (copy / "glue.csv").read_bytes() == (folder / "glue.csv").read_bytes()
-
-
 @pytest.mark.slow
 def test_two_processes_score_what_one_does(compared, tmp_path):
     folder, found, script = compared, [], str(tmp_path / "still.py")

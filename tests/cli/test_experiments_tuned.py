@@ -76,21 +76,3 @@ def test_search_growth_and_test(run, tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     assert run(*arguments)[0] == 0
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--tune", "optimizer.speed=1,2"], "optimizer.speed: unknown field: got 'speed'"),
-        (["--tune", "optimizer.lr=1e-3"], "with two numbers or more"),
-        (["--tune", "optimizer.lr=1e-3,fast"], "found 'optimizer.lr=1e-3,fast'"),
-        (["--tune", "optimizer.lr=0,1"], "greater than 0"),
-        (["--tune", "optimizer.lr=1,2", "--tune", "optimizer.lr=3,4"], "expected a FIELD once"),
-        (["--tune", "optimizer.lr=1,2", "--tuning-seeds", "2,5"], "expected seeds that are not tested, found 2"),
-        (["--tune", "optimizer.lr=1,2", "--tuning-seeds", "x"], "--tuning-seeds: expected a number"),
-    ],
-)
-def test_mistakes_are_one_message(run, tmp_path, more, message):
-    found, output = run("compare", "--recipe", "digits", "--seeds", "3", "-o", tmp_path / "new", *more)
-    assert isinstance(found, str) and message in found and "Traceback" not in found
-    assert output == "" and not (tmp_path / "new").exists()

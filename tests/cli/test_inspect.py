@@ -134,8 +134,6 @@ def test_outputs_are_never_overwritten_by_accident(run, tmp_path):
     assert "exists; give another name or --force" in code and target.read_bytes() == b"precious"
     code, _ = run("init", VIT, *SMALL_VIT, "--method", "gaussian", "-o", target, "--force")
     assert code == 0 and list(tmp_path.iterdir()) == [target]
-    code, _ = run("init", VIT, *SMALL_VIT, "-o", tmp_path / "out.pt")
-    assert "expected an output named *.safetensors" in code
 
 
 def test_hugging_face_types_and_folders(run, tmp_path):
@@ -178,57 +176,19 @@ def test_models_from_a_python_file(run, tmp_path):
     code, out = run("inspect", f"{source}:build", "--model-arg", "heads=4")
     assert code == 0 and "self_attn" in out
     assert "It defines: build" in run("inspect", f"{source}:biuld")[0]
-    assert "no such file" in run("inspect", f"{tmp_path}/none.py:build")[0]
 
 
-def test_bad_models_and_weights_say_what_to_do(run, tmp_path):
-    assert "timm:vit_tiny_patch16_224, or hf:vit_tiny_patch16_224" in run("inspect", "vit_tiny_patch16_224")[0]
-    assert "hf download a/vit --local-dir vit, then hf:vit" in run("inspect", "a/vit")[0]
-    assert "hf download a/vit --local-dir vit, then hf:vit" in run("inspect", "hf:a/vit")[0]
-    assert "Similar names: vit_tiny_patch16_224" in run("inspect", "timm:vit_tiny_patch16")[0]
-    assert "vit_small_patch16_224" in run("inspect", "timm:vit_smal")[0]
-    assert "neither a folder nor a configuration type" in run("inspect", "hf:bertt")[0]
-    assert "Similar: llama" in run("inspect", "hf:lama")[0]
-    assert run("inspect", VIT, "--weights", tmp_path / "none.safetensors")[0] == 2
-    assert "no attention was found" in run("inspect", "timm:test_convnext")[0]
+def test_weights_that_do_not_fit(run, tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(b"not a checkpoint")
     assert "not a readable safetensors" in run("inspect", VIT, "--weights", tmp_path / "bad.safetensors")[0]
     save_model(small_vit(), tmp_path / "small.safetensors")
-    assert (
-        "does not fit this model: missing blocks.2"
-        in run("inspect", VIT, "--weights", tmp_path / "small.safetensors")[0]
-    )
-    assert (
-        "unknown initialisation method"
-        in run("init", VIT, *SMALL_VIT, "--method", "xavier", "-o", tmp_path / "o.safetensors")[0]
-    )
-    with pytest.raises(ModelSpecError, match="expected key=value"):
-        parse_values(["depth"])
-
-
-def test_pickles_are_never_loaded(run, tmp_path):
-    class Payload:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "owned"), "w"))
-
-    torch.save({"model": Payload()}, tmp_path / "evil.pt")
-    assert "never unpickles code" in run("inspect", VIT, "--weights", tmp_path / "evil.pt")[0]
-    assert not (tmp_path / "owned").exists()
-
-
-def test_every_command_has_help(run):
-    code, out = run("--help")
-    assert code == 0
-    for command in ("inspect", "init", "fold", "demo"):
-        assert command in out
-        assert run(command, "--help")[0] == 0
-    assert run("--version")[1].strip() == f"wellcond {wc.__version__}"
+    assert "missing blocks.2" in run("inspect", VIT, "--weights", tmp_path / "small.safetensors")[0]
+    assert run("inspect", VIT, "--weights", tmp_path / "none.safetensors")[0] == 2
 
 
 def test_inspect_needs_exactly_one_of_model_and_zoo(run):
     assert run("inspect")[0] == 2
     assert run("inspect", VIT, "--zoo", "timm")[0] == 2
-    assert "expected one of 'timm', 'hf'" in run("inspect", "--zoo", "fairseq")[0]
 
 
 def test_the_module_runs_as_a_script():

@@ -57,14 +57,8 @@ def test_a_checkpoint_of_a_conditioned_model(run, tmp_path):
     assert code == 0 and "conditioned by: identity" in out and "1. fault: The correction lam I" in out
 
 
-def test_mistakes(run, tmp_path):
-    for arguments, said in (
-        (["timm:vit_smal"], "vit_smal"),
-        ([*MODEL, "--data", tmp_path / "none.npy"], "none.npy"),
-    ):
-        message, _ = run("doctor", *arguments)
-        assert isinstance(message, str) and said in message
-    assert run("doctor", *MODEL, "--weights", tmp_path / "none.pt")[0] == 2
+def test_data_that_are_not_there(run, tmp_path):
+    assert "none.npy" in run("doctor", *MODEL, "--data", tmp_path / "none.npy")[0]
 
 
 def test_one_scan_and_one_forward_pass(monkeypatch):

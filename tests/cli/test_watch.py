@@ -79,8 +79,6 @@ def test_two_checkpoints(run, tmp_path):
 
 
 def test_mistakes(run, tmp_path):
-    out, _ = run("watch", tmp_path)
-    assert "monitor.jsonl" in out and "AttentionMonitor" in out
     (tmp_path / "monitor.jsonl").write_text("{}\n")
     out, _ = run("watch", tmp_path)
     assert "is not what a monitor of wellcond writes" in out

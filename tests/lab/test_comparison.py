@@ -38,7 +38,7 @@ def compare(folder, **changes):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_functions_are_a_model_and_a_method_here_and_in_processes(tmp_path, at_once):
     result = compare(tmp_path / "runs", at_once=at_once)
     assert result.complete and [one["status"] for one in result.outcome.records] == ["finished"] * 3

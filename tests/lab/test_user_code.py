@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from wellcond.errors import OptionError, RecipeError, UnknownChoiceError
+from wellcond.errors import OptionError, RecipeError
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.user_code import METHODS, UserCode, choose_arguments, import_file, name_of
 
@@ -80,8 +80,3 @@ def test_names_of_functions_are_words_and_differ():
     with pytest.raises(OptionError) as wrong:
         name_of(doubled, ["doubled"])
     assert wrong.value.found == "doubled"
-
-
-def test_a_method_that_does_not_exist_is_listed(known):
-    with pytest.raises((UnknownChoiceError, RecipeError), match="doubled"):
-        parse_methods("dubled")

@@ -14,7 +14,6 @@ from wellcond.lab.records import leaves_of, load_comparisons
 from wellcond.lab.report.tuning import find_tuning
 
 RESULTS = Path(__file__).parents[2] / "results"
-COMPARISONS = sorted(path for path in RESULTS.rglob("*.jsonl"))
 MOST_FILES, MOST_BYTES = 150, 6_000_000
 
 

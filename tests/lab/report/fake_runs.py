@@ -8,6 +8,7 @@ from pathlib import Path
 from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.page import gather, render_page
+from wellcond.lab.report.tables import build_tables
 
 ACCURACY = {"name": "accuracy", "higher_is_better": True, "percent": True}
 PERPLEXITY = {"name": "perplexity", "higher_is_better": False, "percent": False}
@@ -43,18 +44,32 @@ class FakeMethod:
 def write_with_samples(folder, methods, metric, samples_of, change=None):
     """A small comparison whose runs have the samples of their record; `change` edits a record after that."""
     write_comparison(folder, methods, metric=metric, points=2, layers=1, heads=1)
-    for path in folder.rglob("run.json"):
-        record = json.loads(path.read_text())
-        record["samples"] = samples_of(record)
-        if change is not None:
-            change(record)
-        path.write_text(json.dumps(record))
+    change_records(folder, lambda record: {"samples": samples_of(record)})
+    if change is not None:
+        change_records(folder, change)
     return folder
 
 
 def only_comparison(folder):
     (comparison,) = load_comparisons(folder)
     return comparison
+
+
+def study(folder, methods=None, **options):
+    """The analysis of a comparison of some methods, by default the usual ones."""
+    return analyse(only_comparison(write_comparison(folder, methods or usual_methods(), **options)))
+
+
+def table_of(analysis, name):
+    return next(table for table in build_tables(analysis) if table.name == name)
+
+
+def change_records(folder, edit):
+    """Edit every run.json below a folder, or give every one some other values."""
+    for path in sorted(Path(folder).rglob("run.json")):
+        record = json.loads(path.read_text())
+        record |= edit if isinstance(edit, dict) else edit(record) or {}
+        path.write_text(json.dumps(record))
 
 
 def points_of(figure, panel):

@@ -110,13 +110,6 @@ def test_the_summary_fits_a_wide_screen(visit):
 
 
 @pytest.mark.slow
-def test_every_point_has_its_label(visit):
-    page = visit()
-    labels = page.locator("#learning-0 svg use title")
-    assert labels.count() > 0 and "epoch" in labels.last.text_content()
-
-
-@pytest.mark.slow
 def test_methods_can_be_hidden(visit):
     page = visit()
     page.click('nav.tabs a[href="#learning"]')

@@ -3,7 +3,6 @@
 import csv
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from lab.report.fake_runs import (
     write_comparison,
     write_with_samples,
 )
-from patience import PATIENCE
 from wellcond.errors import RunRecordError
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.page import build_report, gather, render_markdown
@@ -94,7 +92,7 @@ def test_each_method_shows_the_samples_of_its_first_seed(tmp_path):
     assert text.index("## Samples") < text.index("## Figures") and "default 1" not in text
 
 
-@pytest.mark.parametrize("status", ["diverged", "failed", "interrupted"])
+@pytest.mark.parametrize("status", ["diverged", "interrupted"])
 def test_a_run_that_did_not_finish_shows_none(tmp_path, status):
     def change(record):
         if record["seed"] == 1:
@@ -105,12 +103,11 @@ def test_a_run_that_did_not_finish_shows_none(tmp_path, status):
 
 
 def test_text_that_looks_like_markup_stays_text(tmp_path):
-    plain = Reader(page_of(only_comparison(write_lm(tmp_path / "plain"))))
     folder = write_lm(tmp_path / "evil", lambda r: r.update(samples=[{"prompt": "", "text": EVIL}]))
     evil = Reader(page_of(only_comparison(folder)).encode().decode())
     expected = visible(EVIL)
     assert [sample.removeprefix("\n") for sample in evil.samples] == [expected] * 3
-    assert "img" not in evil.tags and evil.tags.count("script") == plain.tags.count("script")
+    assert "img" not in evil.tags and evil.tags.count("script") == 1
     assert "<U+0000><U+001B>[31m<U+202E>txet<U+2028><U+D800> é 日本 \ufffd\t|end" in expected
     (written,) = build_report(folder, pictures=False)
     lines = written.read_text("utf-8").split("\n")
@@ -125,12 +122,6 @@ def test_a_text_that_begins_with_a_line_break_keeps_it(tmp_path):
     comparison = only_comparison(write_lm(tmp_path, lambda r: r.update(samples=[{"prompt": "", "text": "\n\nx"}])))
     assert '<pre class="sample">\n\n\nx</pre>' in page_of(comparison)
     assert "```text\n\n\nx\n```" in markdown(comparison)
-
-
-def test_a_prompt_that_comes_back_otherwise_is_not_marked(tmp_path):
-    samples = [{"prompt": "Once  upon", "text": "once upon a time"}]
-    page = page_of(only_comparison(write_lm(tmp_path, lambda r: r.update(samples=samples))))
-    assert ">\nonce upon a time</pre>" in page
 
 
 def test_why_nothing_was_written_is_said(tmp_path):
@@ -148,10 +139,9 @@ def test_samples_of_another_form_are_named(tmp_path, samples):
     assert not list(folder.rglob("report.*"))
 
 
-@pytest.mark.parametrize("samples", [None, []], ids=["null", "empty"])
-def test_records_without_samples_make_the_same_files_as_ever(tmp_path, samples):
+def test_records_without_samples_make_the_same_files_as_ever(tmp_path):
     plain = write_comparison(tmp_path / "plain", lm_methods(), metric=PERPLEXITY, points=2, layers=1, heads=1)
-    other = write_lm(tmp_path / "other", lambda r: r.update(samples=samples))
+    other = write_lm(tmp_path / "other", lambda r: r.update(samples=[]))
     texts = [(page_of(only_comparison(folder)), markdown(only_comparison(folder))) for folder in (plain, other)]
     assert texts[0] == texts[1]
     assert "ample" not in texts[0][1].replace("samples per second", "") and "<pre" not in texts[0][0]
@@ -215,42 +205,3 @@ def test_the_metric_itself_and_the_loss_make_no_table(tmp_path):
 
 
 # The page as a reader meets it
-
-
-@pytest.fixture
-def open_page():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = Path("/usr/bin/chromium")
-    if not chromium.exists():
-        pytest.skip("there is no /usr/bin/chromium")
-    with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=str(chromium), args=["--no-sandbox"])
-        problems = []
-
-        def visit(path, width):
-            page = browser.new_page(viewport={"width": width, "height": 800})
-            page.set_default_timeout(1000 * PATIENCE)
-            page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
-            page.on("pageerror", lambda error: problems.append(str(error)))
-            page.goto(path.as_uri())
-            return page
-
-        yield visit
-        browser.close()
-    assert problems == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [375, 1180])
-def test_a_browser_shows_the_samples(tmp_path, open_page, width):
-    folder = write_lm(tmp_path, lambda r: r.update(samples=[{"prompt": "", "text": EVIL}]))
-    path = tmp_path / "page.html"
-    path.write_text(page_of(only_comparison(folder)), "utf-8")
-    page = open_page(path, width)
-    title = page.title()
-    page.click('nav.tabs a[href="#samples"]')
-    boxes = page.locator("#samples pre.sample")
-    assert boxes.count() == 3 and boxes.first.is_visible()
-    assert boxes.first.evaluate("box => box.textContent") == visible(EVIL)
-    assert boxes.first.evaluate("box => box.scrollWidth <= box.clientWidth"), "long lines are wrapped"
-    assert page.evaluate("document.documentElement.scrollWidth") <= width and page.title() == title

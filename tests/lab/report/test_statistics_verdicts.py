@@ -33,15 +33,6 @@ def test_smallest_detectable_is_shown_four_times_of_five(n):
     assert stats.nct.sf(critical, n - 1, effect) + stats.nct.cdf(-critical, n - 1, effect) == pytest.approx(power, 1e-6)
 
 
-def test_smallest_detectable_agrees_with_simulation():
-    n, std, draws = 10, 0.7, 40_000
-    truth = smallest_detectable(std, n)
-    samples = np.random.default_rng(0).normal(truth, std, (draws, n))
-    t = samples.mean(1) / samples.std(1, ddof=1) * math.sqrt(n)
-    share = np.mean(np.abs(t) > stats.t.ppf(0.975, n - 1))
-    assert share == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / draws))
-
-
 def test_what_cannot_be_detected():
     assert math.isnan(smallest_detectable(1.0, 2)) and math.isnan(smallest_detectable(0.0, 10))
     assert math.isnan(smallest_detectable(math.nan, 10))
