@@ -156,12 +156,12 @@ def alarms_as_html(alarms: Sequence[Alarm]) -> str:
     return f'<section><h2>Alarms</h2><ul class="alarms">{"".join(items)}</ul></section>'
 
 
-def maps_as_html(series: Series) -> str:
-    """A section for every main column, in the style sheet of all pages and `STYLE`."""
-    return "\n".join(_map_as_html(series, column) for column in SHOWN if column in series.columns)
+def maps_as_html(series: Series, columns: Sequence[str] = SHOWN, *, heading: str = "h2") -> str:
+    """A section for every column that the series has, in the style sheet of all pages and `STYLE`."""
+    return "\n".join(_map_as_html(series, column, heading) for column in columns if column in series.columns)
 
 
-def _map_as_html(series: Series, column: str) -> str:
+def _map_as_html(series: Series, column: str, heading: str) -> str:
     found = make_map(series, column)
     most = max((len(shades) for _, shades, _ in found.rows), default=0)
     numbers = "".join(f"<th>{head}</th>" for head in range(most))
@@ -175,6 +175,6 @@ def _map_as_html(series: Series, column: str) -> str:
     low, high = ("high", "low") if column in LOW_IS_BAD else ("low", "high")
     key = f'<i class="key s1"></i> {low} <i class="key s8"></i> {high} <i class="key s0"></i> not seen'
     return (
-        f"<section><h2>{html.escape(column)}, step {found.step}</h2><p>{html.escape(found.words)}.</p>"
+        f"<section><{heading}>{html.escape(column)}, step {found.step}</{heading}><p>{html.escape(found.words)}.</p>"
         f'<div class="scroll"><table class="heads">{"".join(rows)}</table></div><small>{key}</small></section>'
     )

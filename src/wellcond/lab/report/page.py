@@ -16,6 +16,7 @@ from wellcond.lab.records import Comparison, check_stays_inside, leaves_of, load
 from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_findings
 from wellcond.lab.report.draw import NUM_COLOURS, draw_panels, draw_static
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
+from wellcond.lab.report.heads import MonitoredRun, find_heads
 from wellcond.lab.report.samples import detections_markdown, find_pictures, find_samples, samples_markdown
 from wellcond.lab.report.table import (
     Table,
@@ -28,6 +29,7 @@ from wellcond.lab.report.table import (
 )
 from wellcond.lab.report.tables import build_tables
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
+from wellcond.training.heads_map import STYLE
 
 TABS = {
     "Summary": ("summary", "required", "other_metrics"),
@@ -36,6 +38,7 @@ TABS = {
     "Matching": ("matching",),
     "Conditioning": ("conditioning",),
     "Attention": (),
+    "Heads": (),
     "Cost": ("cost",),
     "Samples": (),
     "Detections": (),
@@ -57,6 +60,7 @@ class Content:
     """None: there is no page, and `report.md` stands alone."""
     samples: dict[str, list[dict[str, str]]]
     pictures: list[dict[str, Any]]
+    heads: list[MonitoredRun]
 
 
 def gather(analysis: Analysis, *, figures: bool = True) -> Content:
@@ -66,7 +70,8 @@ def gather(analysis: Analysis, *, figures: bool = True) -> Content:
         tables, figure = [*tables, tuning_table(tuning)], tuning_figure(comparison, tuning).drawable()
         drawn = [figure, *drawn] if figure.panels else drawn  # nothing to draw where every run of the search diverged
     samples, pictures = find_samples(comparison), find_pictures(comparison)
-    return Content(analysis, tables, provenance_table(comparison), drawn if figures else None, samples, pictures)
+    heads = find_heads(comparison) if figures else []
+    return Content(analysis, tables, provenance_table(comparison), drawn if figures else None, samples, pictures, heads)
 
 
 def build_report(folder: Path, *, pictures: bool = True) -> list[Path]:
@@ -176,7 +181,7 @@ def render_page(content: Content) -> str:
         title: ([one for one in drawn if one[0].section == title], [tables[name] for name in names if name in tables])
         for title, names in TABS.items()
     }
-    has_more = {"Samples": bool(content.samples), "Detections": bool(content.pictures)}
+    has_more = {"Samples": bool(content.samples), "Detections": bool(content.pictures), "Heads": bool(content.heads)}
     environment.filters |= {"visible": visible, "px": lambda value: f"{value:.6g}"}
     return environment.get_template("comparison.html").render(
         comparison=content.analysis.comparison,
@@ -186,4 +191,5 @@ def render_page(content: Content) -> str:
         content=content,
         tabs={title: shown for title, shown in tabs.items() if any(shown) or has_more.get(title)},
         num_colours=NUM_COLOURS,
+        style_of_maps=STYLE,
     )
