@@ -42,18 +42,6 @@ def test_cross_covariance_beyond_what_squaring_resolves(tokens, decades, biases)
     assert ("triangular" in head.reason) == (head.condition_number > 1e5) and not head.why_not_finite
 
 
-def test_both_bounds_of_cross_covariance_hold():
-    torch.manual_seed(0)
-    for decades in (0, 2):
-        model, x = XCA(24, num_heads=2).double(), graded(16, 24, decades)[None]
-        exact = wc.measure(model, x, heads=[0], method="dense").layers[0].heads[0].jacobian
-        found = wc.measure(model, x, heads=[0], method="cholesky").layers[0].heads[0].jacobian
-        assert 0 < found.sigma_rank_bounds[0] <= exact.sigma_min <= found.sigma_rank_bounds[1]
-        assert (
-            found.sigma_max_bounds[0] <= exact.sigma_max * (1 + 1e-9) and exact.sigma_max <= found.sigma_max_bounds[1]
-        )
-
-
 def unresolved():
     return wc.jacobian_spectrum(graded(6, 12, 7), *weights(), method="cholesky")
 

@@ -65,16 +65,6 @@ def test_the_stack_is_an_operator():
     assert found.pseudo_condition_number == pytest.approx(16.93875407, rel=1e-9)
 
 
-@pytest.mark.parametrize("shape, ranks", [
-    ((4, 8, 2), (8, 8)), ((8, 8, 3), (24, 24)), ((12, 4, 2), (20, 8)), ((9, 3, 3), (18, 9)), ((16, 4, 2), (20, 8)),
-])  # fmt: skip
-def test_T08_generic_ranks(shape, ranks):
-    n, D, d = shape
-    x, w = torch.randn(n, D, dtype=F64), torch.randn(3, d, D, dtype=F64)
-    assert jacobian_spectrum(x, *w).rank == ranks[0]
-    assert jacobian_spectrum(x, *w, convention="stack").rank == ranks[1]
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_T04_golden_head(method):
     """Plain, causal with both kinds of masks, and with biases."""

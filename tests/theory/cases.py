@@ -58,17 +58,3 @@ def stack_counterexamples() -> list[Head]:
             1.0,
         ),
     ]
-
-
-def hadamard(n: int) -> torch.Tensor:
-    """Sylvester's construction."""
-    h = torch.ones(1, 1, dtype=F64)
-    while len(h) < n:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h
-
-
-def saturated(lam: float, n: int = 16) -> Head:
-    """T13: X = H_n, all weights lam I, s = 1/sqrt(n)."""
-    eye = lam * torch.eye(n, dtype=F64)
-    return head(hadamard(n), eye, eye, eye, n**-0.5)

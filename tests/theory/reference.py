@@ -124,13 +124,6 @@ def jacobian_of(function, *arguments) -> list[Tensor]:
     return [part.reshape(outputs, -1) for part in parts]
 
 
-def channel_attention(x, wq, wk, wv, tau) -> tuple[Tensor, Tensor]:
-    """XCiT: P = softmax_rows(tau Qhat^T Khat) over channels; output column c is V p_c. Returns (output, P)."""
-    q, k, v = x @ wq, x @ wk, x @ wv
-    p = torch.softmax(tau * (q / q.norm(dim=0)).T @ (k / k.norm(dim=0)), -1)
-    return v @ p.T, p
-
-
 def row_form(h: Head) -> tuple[Tensor, Tensor, Tensor]:
     """The same blocks from section 2.2, for sizes where automatic differentiation is slow:
 

@@ -77,7 +77,6 @@ class ChannelHead(JacobianOperator):
     biases: bool = False
 
     def __post_init__(self) -> None:
-        """Cast to float64 and check shapes and values."""
         cast_to_float64(self, TENSORS)
         move_to(torch.device("cpu"), self, TENSORS)
         for name in ("x", "w_q", "w_k", "w_v"):

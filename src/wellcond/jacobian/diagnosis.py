@@ -1,16 +1,9 @@
 r"""Why a head's Jacobian is conditioned as it is: norms of its blocks, its attention map, what dominates; and bounds.
 
 # Note [Bounds]
-wide = [J_Q J_K J_V], the Jacobian (N dv x ...); stack = [J_Q; J_K; J_V], the papers' dimension count, for dv = d. With
-the factors of `wellcond.jacobian.head`, J J^T (wide) and J^T J (stack) are sums of three PSD terms,
-
-    wide:  J J^T = bd(M_i)(X X^T (x) I) bd(M_i)^T + bd(B_i)(Q Q^T (x) I) bd(B_i)^T + P X X^T P^T (x) I
-    stack: J^T J = (X (x) I)^T bd(M_i^T M_i) (X (x) I) + ... + X^T P^T P X (x) I
-
-and lambda_min(A + B) >= lambda_min(A) + lambda_min(B), lambda_max(A + B) <= lambda_max(A) + lambda_max(B). The bounds
-involve norms of W and P, not kappa(W): no bound in kappa(W) alone can exist (Wq -> tWq, Wk -> Wk/t).
-
-`wellcond.theory` states these bounds with their hypotheses, theory.md, section 6, proves them.
+J J^T (wide) and J^T J (stack) are sums of three PSD terms, one for each block, which gives the bounds (L) and (U1).
+They involve norms of W and P, not kappa(W): no bound in kappa(W) alone can exist (Wq -> tWq, Wk -> Wk/t).
+`wellcond.theory` states them with their hypotheses, theory.md, section 6, proves them.
 """
 
 from __future__ import annotations
@@ -34,7 +27,6 @@ from wellcond.linalg.spectrum import (
     SoftmaxSpectrum,
     default_rtol,
     resolve_rank,
-    singular_values,
     softmax_eigenvalues,
     spectrum,
     spectrum_of_values,
@@ -94,7 +86,7 @@ def is_collapsed(head: Head, statistics: AttentionStatistics) -> bool:
 def block_norms(factors: JacobianFactors) -> tuple[float, float, float]:
     """Spectral norms of J_Q, J_K and J_V."""
     norm_q, norm_k = factors.for_all(_query_and_key_norms).tolist()
-    return norm_q, norm_k, float(factors.py_values[0])
+    return norm_q, norm_k, float(factors.values("py")[0])
 
 
 def _query_and_key_norms(stack: FactorStack) -> Tensor:
@@ -121,10 +113,6 @@ def _query_and_key_norms(stack: FactorStack) -> Tensor:
     return (largest.cpu() * squares.sqrt().view(2, heads)).T
 
 
-def _p_values(stack: FactorStack) -> Tensor:
-    return singular_values(stack.p)
-
-
 def diagnose_head(
     head: Head, factors: JacobianFactors | None = None, statistics: AttentionStatistics | None = None
 ) -> HeadDiagnosis:
@@ -135,8 +123,8 @@ def diagnose_head(
     """
     factors = build_factors(head) if factors is None else factors
     norm_q, norm_k, norm_v = block_norms(factors)
-    kappa_p = spectrum_of_values(factors.for_all(_p_values), factors.p.shape).pseudo_condition_number
-    tokens = spectrum_of_values(factors.x_values, head.x.shape) if head.is_single else spectrum(head.memory)
+    kappa_p = spectrum_of_values(factors.values("p"), factors.p.shape).pseudo_condition_number
+    tokens = spectrum_of_values(factors.values("x"), head.x.shape) if head.is_single else spectrum(head.memory)
     kappa_x = tokens.pseudo_condition_number
     statistics = statistics or attention_statistics(head)
     return judge_head((norm_q, norm_k, norm_v), kappa_p, kappa_x, statistics, several_keys=head.memory.shape[0] > 1)
@@ -200,29 +188,21 @@ def lower_parts(factors: JacobianFactors, rank: int, *, less_rounding: bool = Fa
 
     # bd(M_i) bd(M_i)^T >= min_i sigma_dv(M_i)^2, and sigma_dv = 0 for a tall M_i (d < dv).
     tall = factors.m.shape[2] < factors.m.shape[1]
-    of_m = factors.m_values
+    of_m = factors.values("m")
     m = 0.0 if tall else max(0.0, float((of_m[:, -1] - rounding(factors.m) * of_m[:, 0]).min()))
-    of_x, of_px = sigma_r(factors.x, factors.x_values), sigma_r(factors.py, factors.py_values)
+    of_x, of_px = sigma_r(factors.x, factors.values("x")), sigma_r(factors.py, factors.values("py"))
     return {"sigma_r(X)": of_x, "min sigma_min(M_i)": m, "sigma_r(PX)": of_px}
 
 
 def upper_parts(factors: JacobianFactors) -> dict[str, float]:
     """Numbers that (U1) is made of."""
     return {
-        "||X||": float(factors.x_values[0]),
-        "max ||M_i||": float(factors.m_values[:, 0].max()),
-        "||Q||": float(factors.for_all(_query_norms)),
-        "max ||B_i||": float(factors.for_all(_token_side_norms).max()),
-        "||PX||": float(factors.py_values[0]),
+        "||X||": float(factors.values("x")[0]),
+        "max ||M_i||": float(factors.values("m")[:, 0].max()),
+        "||Q||": float(factors.for_all(_norms, "q")),
+        "max ||B_i||": float(factors.for_all(_norms, "b").max()),
+        "||PX||": float(factors.values("py")[0]),
     }
-
-
-def _query_norms(stack: FactorStack) -> Tensor:
-    return _norms(stack.q)
-
-
-def _token_side_norms(stack: FactorStack) -> Tensor:
-    return _norms(stack.b)
 
 
 def _norms(matrices: Tensor) -> Tensor:
@@ -249,7 +229,7 @@ def norm_bound(factors: JacobianFactors) -> float:
 
 def log10_kappa_bound(head: Head, factors: JacobianFactors, *, convention: Convention = "wide") -> float | None:
     """log10 of sqrt(U1 / L), an upper bound on kappa(J); None where that says nothing but rounding."""
-    rank = int(resolve_rank(factors.x_values, tuple(head.x.shape)))
+    rank = int(resolve_rank(factors.values("x"), tuple(head.x.shape)))
     if rank == 0 or (convention == "wide" and rank < head.num_tokens):
         return None
     lower = lower_square(lower_parts(factors, rank, less_rounding=True))

@@ -77,7 +77,6 @@ class Head:
     b_v: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Take to float64, to the device of the tokens, and check shapes and values."""
         cast_to_float64(self, TENSORS, unchecked=("mask",))
         move_to(self.x.device, self, TENSORS)
         _check(self)
@@ -268,50 +267,31 @@ class JacobianFactors:
     built_with: tuple[FactorStack, int] | None = field(default=None, repr=False)
     """The factors of all heads that were built together with these, and the place of these among them."""
 
-    def for_all(self, compute: Callable[[FactorStack], Tensor]) -> Tensor:
-        """What `compute` finds for this head, on the CPU.
+    def for_all(self, compute: Callable[[Any], Tensor], name: str = "") -> Tensor:
+        """What `compute` finds for this head, on the CPU: of all its factors, or of the one with this name.
 
         A function of a module is run once for all heads that were built together, and its result is kept.
         """
         stack, index = self.built_with or (stack_factors([self]), 0)
-        if compute not in stack.cache:
-            stack.cache[compute] = compute(stack).cpu()
-        return stack.cache[compute][index]
+        if (compute, name) not in stack.cache:
+            stack.cache[compute, name] = compute(getattr(stack, name) if name else stack).cpu()
+        return stack.cache[compute, name][index]
 
-    @property
-    def py_values(self) -> Tensor:
-        """Singular values of py."""
-        return self.for_all(_py_values)
-
-    @property
-    def x_values(self) -> Tensor:
-        """Singular values of x."""
-        return self.for_all(_x_values)
-
-    @property
-    def m_values(self) -> Tensor:
-        """Singular values of every M_r."""
-        return self.for_all(_m_values)
+    def values(self, name: str) -> Tensor:
+        """Singular values of one of the factors; of every M_r."""
+        return self.for_all(_values, name)
 
 
 @dataclass(frozen=True, eq=False)
 class FactorStack(JacobianFactors):
     """Factors of heads of one shape: tensors have one axis more in front."""
 
-    cache: dict[Callable[[FactorStack], Tensor], Tensor] = field(default_factory=dict, repr=False)
-    """Results of `for_all`, by the function that computed them."""
+    cache: dict[tuple[Callable[[Any], Tensor], str], Tensor] = field(default_factory=dict, repr=False)
+    """Results of `for_all`."""
 
 
-def _py_values(stack: FactorStack) -> Tensor:
-    return once(singular_values, stack.py)
-
-
-def _x_values(stack: FactorStack) -> Tensor:
-    return once(singular_values, stack.x)
-
-
-def _m_values(stack: FactorStack) -> Tensor:
-    return once(singular_values, stack.m)
+def _values(stacked: Tensor) -> Tensor:
+    return once(singular_values, stacked)
 
 
 def once(function: Callable[[Tensor], Tensor], stacked: Tensor) -> Tensor:
@@ -335,24 +315,21 @@ def stack_factors(factors: Sequence[JacobianFactors]) -> FactorStack:
     return FactorStack(**{name: together(name) for name in NAMES})
 
 
-def build_factors(head: Head, *, biases: bool = False, compress: bool = True) -> JacobianFactors:
-    """The factors of a head.
+def build_factors(head: Head, *, biases: bool = False) -> JacobianFactors:
+    """The factors of a head; `biases` count as parameters.
 
-    Args:
-        head: tokens and weights.
-        biases: biases count as parameters.
-        compress: replace Y by an equivalent L with at most as many columns as tokens; singular values are unchanged.
+    Y is replaced by an equivalent L with at most as many columns as tokens: singular values are unchanged.
     """
-    return build_all_factors([head], biases=biases, compress=compress)[0]
+    return build_all_factors([head], biases=biases)[0]
 
 
-def build_all_factors(heads: Sequence[Head], *, biases: bool = False, compress: bool = True) -> list[JacobianFactors]:
+def build_all_factors(heads: Sequence[Head], *, biases: bool = False) -> list[JacobianFactors]:
     """`build_factors` of heads that `can_stack`, computed together."""
     stack = stack_heads(heads)
     g = stack.num_query_heads
     p, k, v = stack.probabilities().flatten(1, 2), stack.keys(), stack.values()
-    y = once(compressed, stack.memory) if compress else stack.memory
-    x = y if stack.y is None else once(compressed, stack.x) if compress else stack.x
+    y = once(compressed, stack.memory)
+    x = y if stack.y is None else once(compressed, stack.x)
     x = with_constant(x, biases and stack.b_q is not None)
     if g > 1:  # each query head of a group has its own columns
         eye = torch.eye(g, dtype=x.dtype, device=x.device)

@@ -131,11 +131,6 @@ class TriangleHint:
     preferred: bool = False
 
 
-def no_bounds() -> tuple[float, float]:
-    """Where nothing is known: sigma_min >= 0, sigma_max <= infinity."""
-    return 0.0, math.inf
-
-
 @dataclass(frozen=True, eq=False)
 class Hints:
     """What some operators know about their singular values; every field may be left out.
@@ -150,7 +145,7 @@ class Hints:
         matrices: `as_matrix` of several operators of one class and shape, stacked.
     """
 
-    bounds: Callable[[], tuple[float, float]] = no_bounds
+    bounds: Callable[[], tuple[float, float]] = lambda: (0.0, math.inf)
     closed_minimum: Callable[[], tuple[float, float] | None] = lambda: None
     lower_kappa: Callable[[], float] = lambda: 0.0
     triangle: TriangleHint | None = None
@@ -297,7 +292,6 @@ class ProjectedHeads(JacobianOperator):
     w_o: Tensor
 
     def __post_init__(self) -> None:
-        """Cast to float64 and check shapes and values."""
         cast_to_float64(self, ("w_o",))
         move_to(torch.device("cpu"), self, ("w_o",))
         width = sum(count * dv for count, _, dv in self.outputs)

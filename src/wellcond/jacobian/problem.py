@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator
 from wellcond.jacobian.ranks import RankBound
 from wellcond.linalg.lanczos import BLOCK, MAX_STEPS, Estimate, largest_eigenvalue
-from wellcond.linalg.spectrum import available_bytes, default_rtol, resolve_rank, show_kappas
+from wellcond.linalg.spectrum import ConditionNumbers, available_bytes, default_rtol, resolve_rank, show_kappas
 
 Convention = Literal["wide", "stack"]
 MethodName = Literal["dense", "gram", "cholesky", "implicit"]
@@ -87,7 +86,7 @@ def show_seconds(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class JacobianSpectrum:
+class JacobianSpectrum(ConditionNumbers):
     """Extreme singular values of an attention head's parameter Jacobian, and how they are known.
 
     `status` is ``exact`` (to rounding), ``estimate`` (only the certified interval is sure) or ``numerically singular``
@@ -118,24 +117,9 @@ class JacobianSpectrum:
     dtype: str = "float64"
 
     def __repr__(self) -> str:
-        """One line, without the singular values."""
         kappas = show_kappas(self.condition_number, self.pseudo_condition_number)
         shape, rank = f"{self.shape[0]} x {self.shape[1]}", f"rank {self.rank} of {min(self.shape)}"
         return f"JacobianSpectrum({self.convention}, {shape}, {kappas}, {rank}, {self.status} by {self.method})"
-
-    @property
-    def condition_number(self) -> float:
-        """Strict: infinite if the rank is not full, NaN if the Jacobian is zero."""
-        if self.rank == 0:
-            return float("nan")
-        return float("inf") if self.nullity or self.sigma_min == 0 else self.sigma_max / self.sigma_min
-
-    @property
-    def pseudo_condition_number(self) -> float:
-        """Over the non-zero singular values."""
-        if self.rank == 0 or self.sigma_rank == 0:
-            return float("nan") if self.rank == 0 else float("inf")
-        return self.sigma_max / self.sigma_rank
 
     @property
     def smallest_kappa(self) -> float:
@@ -165,13 +149,6 @@ class JacobianSpectrum:
     def kappa(self, kind: Literal["strict", "pseudo"] = "strict") -> float:
         """One of the two condition numbers by name."""
         return self.condition_number if kind == "strict" else self.pseudo_condition_number
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, with both condition numbers."""
-        return dataclasses.asdict(self) | {
-            "condition_number": self.condition_number,
-            "pseudo_condition_number": self.pseudo_condition_number,
-        }
 
 
 def union_condition_number(spectra: Sequence[JacobianSpectrum], kind: Literal["strict", "pseudo"] = "strict") -> float:

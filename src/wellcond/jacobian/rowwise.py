@@ -112,7 +112,6 @@ class RowwiseHead(JacobianOperator):
     biases: bool = False
 
     def __post_init__(self) -> None:
-        """Flatten the maps to one row per query and key, and check them."""
         d, rows, keys = self.head.head_dim, self.head.num_rows, self.head.memory.shape[0]
         for name, mapped, count in (("query", self.query, rows), ("key", self.key, keys)):
             value, jacobian = mapped.value.detach().double(), mapped.jacobian.detach().double()

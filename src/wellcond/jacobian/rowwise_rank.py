@@ -1,12 +1,9 @@
 r"""Upper bounds on the rank of the Jacobian of a head whose queries and keys pass maps.
 
 # Note [Gauge of maps]
-`gauge_of` counts what cancels in every product of mapped rows (theory.md, section 5.5). A direction (W_Q E, W_K F)
-changes qhat_r . khat_j by q_r^T (E A_rj + A_rj F^T) k_j with A_rj = N_r^T N_j. It is null for all pairs if
-F^T = -A^-1 E A for one A, and E commutes with every A_rj A^-1. For rotations these matrices commute with each other, so
-one random combination Z of them has the commutant of all. On an eigenspace of Z of dimension k, E is any matrix: k^2
-real numbers for a real eigenvalue (channels that are not rotated), 2 k^2 for a pair of complex ones (k planes that turn
-alike; one plane: a + b S).
+`gauge_of` counts the directions (W_Q E, W_K F) that cancel in every product of mapped rows (theory.md, section 5.5).
+E is in the commutant of all A_rj A^-1, A_rj = N_r^T N_j, which is that of one random combination Z of them. On an
+eigenspace of Z of dimension k, E has k^2 real numbers for a real eigenvalue, 2 k^2 for a pair of complex ones.
 
 Norms allow the skew E only: k (k - 1) / 2 and k^2. They hide the direction of a row, and N_r is taken as its polar
 factor. That E is null is then tested, not taken for granted. Where a norm has a weight that differs from channel to

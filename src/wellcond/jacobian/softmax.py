@@ -204,7 +204,7 @@ class SoftmaxJacobian(JacobianOperator):
     def lower_kappa(self) -> float:
         """sigma_max is at least |PY|, and sigma_min at most the upper end of `closed_minimum`."""
         interval = self.closed_minimum()
-        return 0.0 if interval is None or interval[1] == 0 else float(self.factors.py_values[0]) / interval[1]
+        return 0.0 if interval is None or interval[1] == 0 else float(self.factors.values("py")[0]) / interval[1]
 
 
 def _smaller_grams(operators: Sequence[SoftmaxJacobian]) -> Tensor:

@@ -41,7 +41,6 @@ class StackedJacobian(JacobianOperator):
     token_ranks: dict[Any, tuple[int, bool]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse heads on which it is not defined."""
         head = self.head
         if head.num_query_heads > 1 or head.y is not None or head.value_dim != head.head_dim:
             raise NotDefinedError(

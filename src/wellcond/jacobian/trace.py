@@ -370,7 +370,7 @@ def trace_rowwise(module: ModuleJacobian, *, biases: bool = False) -> RowwiseHea
         own = batch[None, :] == (rows // n)[:, None]
         picked = (rows // n)[:, None], (rows % n)[:, None], column[None, :]
         p = trace.p[picked] * own
-        probabilities.append(torch.cat([p, _outside(trace, rows)], 1) if trace.p.shape[-1] > m else p)
+        probabilities.append(torch.cat([p, trace.p.flatten(0, 1)[rows, m:]], 1))  # with attention sinks
         slopes.append(all_slopes[picked] * own)
     if any(not torch.equal(of_q.tokens[tokens], of_q.tokens[q_tokens[0]]) for tokens in q_tokens):
         raise NotTracedError("query heads of a group read different tokens")
@@ -451,12 +451,6 @@ def _memory(trace: Trace, output: Tensor, kv_head: int) -> MemoryRows:
 
 def _same(rows: Tensor, seen: MemoryRows, memory: MemoryRows) -> bool:
     return torch.equal(rows.flatten(0, 1)[seen.rows], rows.flatten(0, 1)[memory.rows])
-
-
-def _outside(trace: Trace, rows: Tensor) -> Tensor:
-    """Probability of what is no key: attention sinks, (rows, count)."""
-    m = trace.scores.right.shape[2]
-    return trace.p.flatten(0, 1)[rows, m:]
 
 
 def _memory_map(

@@ -36,6 +36,7 @@ Product = Callable[[Tensor], Tensor]
 BLOCK = 16
 """Vectors that Davidson's method takes at a time."""
 MAX_STEPS = 50
+ACCURACY = 1e-8  # relative, of the least eigenvalue
 AGREEMENT = 1e-10  # of successive values, where more eigenvalues than the block holds are equal and there is no gap
 
 
@@ -50,13 +51,9 @@ class Estimate:
     vector: Tensor
 
 
-def largest_eigenvalue(
-    product: Product, size: int, *, tolerance: float = 1e-10, max_steps: int = 300, seed: int = 0
-) -> Estimate:
+def largest_eigenvalue(product: Product, size: int, *, tolerance: float = 1e-10, max_steps: int = 300) -> Estimate:
     """Largest eigenvalue of a symmetric positive semi-definite operator on R^size, float64, on the CPU."""
-    found = largest_eigenvalues(
-        lambda rows: product(rows[0])[None], 1, size, tolerance=tolerance, max_steps=max_steps, seed=seed
-    )
+    found = largest_eigenvalues(lambda rows: product(rows[0])[None], 1, size, tolerance=tolerance, max_steps=max_steps)
     return found[0]
 
 
@@ -67,7 +64,6 @@ def largest_eigenvalues(
     *,
     tolerance: float = 1e-10,
     max_steps: int = 300,
-    seed: int = 0,
     device: torch.device | None = None,
 ) -> list[Estimate]:
     """Largest eigenvalue of each of `count` operators at once; `product` maps rows (count, size) on `device` to rows.
@@ -76,7 +72,7 @@ def largest_eigenvalues(
     is exact), or after `max_steps`. The Ritz test and not the residual: eigenvalues of attention's Gram matrices come
     in clusters of about d, where the value converges long before the vector (theory.md, section 7.2).
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     start = torch.randn(size, generator=generator, dtype=torch.float64).to(device)
     max_steps = min(max_steps, size)
     basis = start.new_empty(count, max_steps, size)  # takes memory only as it is filled
@@ -145,17 +141,15 @@ def smallest_eigenvalue(
     precondition: Product,
     size: int,
     *,
-    tolerance: float = 1e-8,
     max_steps: int = MAX_STEPS,
-    seed: int = 0,
     device: torch.device | None = None,
 ) -> Estimate:
     """Smallest eigenvalue of a symmetric positive definite operator on R^size, and its vector; Note [Davidson].
 
     `product` and `precondition` map rows (block, size) on `device` to rows: A u, and approximately A^-1 u. The value is
-    a Rayleigh quotient and never below the true one; it is within `tolerance` of it, relatively, where `converged`.
+    a Rayleigh quotient and never below the true one; it is within ACCURACY of it, relatively, where `converged`.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     block = min(BLOCK, size)
     max_steps = min(max_steps, size // block)
     start = torch.randn(block, size, generator=generator, dtype=torch.float64).to(device)
@@ -180,7 +174,7 @@ def smallest_eigenvalue(
         new = precondition(residuals)
         gap = 1 - value / float(ritz[block]) if step else 0.0
         agreed = agreed + 1 if abs(value - previous) <= AGREEMENT * value else 0
-        converged = float(residuals[0] @ new[0]) <= tolerance * gap * value or agreed >= 3 or now.stop == size
+        converged = float(residuals[0] @ new[0]) <= ACCURACY * gap * value or agreed >= 3 or now.stop == size
         if converged:
             break
     return Estimate(value, converged, float(residuals[0].norm()), now.stop, vectors[0])

@@ -38,8 +38,39 @@ def show_kappas(strict: float, pseudo: float) -> str:
     return f"kappa {strict:.4g}" + (f", pseudo {pseudo:.4g}" if known else "")
 
 
+class ConditionNumbers:
+    """What follows from extreme singular values and the rank, of a matrix or of a Jacobian."""
+
+    sigma_max: float
+    sigma_min: float
+    sigma_rank: float
+    rank: int
+    nullity: int
+
+    @property
+    def condition_number(self) -> float:
+        """Strict: infinite if the rank is not full, NaN if all is zero."""
+        if self.rank == 0:
+            return float("nan")
+        return float("inf") if self.nullity or self.sigma_min == 0 else self.sigma_max / self.sigma_min
+
+    @property
+    def pseudo_condition_number(self) -> float:
+        """Over the non-zero singular values; NaN if there are none."""
+        if self.rank == 0 or self.sigma_rank == 0:
+            return float("nan") if self.rank == 0 else float("inf")
+        return self.sigma_max / self.sigma_rank
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with both condition numbers."""
+        return dataclasses.asdict(self) | {  # type: ignore[call-overload]
+            "condition_number": self.condition_number,
+            "pseudo_condition_number": self.pseudo_condition_number,
+        }
+
+
 @dataclass(frozen=True)
-class Spectrum:
+class Spectrum(ConditionNumbers):
     """Extreme singular values of one matrix and what follows from them."""
 
     sigma_max: float
@@ -53,22 +84,9 @@ class Spectrum:
     rtol: float
 
     def __repr__(self) -> str:
-        """One line."""
         rank = f"rank {self.rank} of {self.rank + self.nullity}"
         ends = f"sigma {self.sigma_max:.4g} to {self.sigma_min:.4g}"
         return f"Spectrum({show_kappas(self.condition_number, self.pseudo_condition_number)}, {ends}, {rank})"
-
-    @property
-    def condition_number(self) -> float:
-        """Strict condition number: infinite below full rank, NaN for a zero matrix."""
-        if self.rank == 0:
-            return float("nan")
-        return float("inf") if self.nullity else self.sigma_max / self.sigma_min
-
-    @property
-    def pseudo_condition_number(self) -> float:
-        """Condition number over the non-zero singular values; NaN for a zero matrix."""
-        return float("nan") if self.rank == 0 else self.sigma_max / self.sigma_rank
 
     @property
     def why_not_finite(self) -> str:
@@ -76,13 +94,6 @@ class Spectrum:
         if self.rank == 0:
             return "the matrix is zero"
         return f"rank {self.rank} of {self.rank + self.nullity}" if self.nullity else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, with both condition numbers."""
-        return dataclasses.asdict(self) | {
-            "condition_number": self.condition_number,
-            "pseudo_condition_number": self.pseudo_condition_number,
-        }
 
 
 def has_float64(device: torch.device) -> bool:

@@ -336,7 +336,6 @@ class _Group:
     """The heads of a plain attention layer for each of `samples`; empty if it is not plain."""
 
     def alone(self, part: Part) -> _Group:
-        """One of the heads by itself."""
         at = self.parts.index(part)
         return dataclasses.replace(self, parts=[part], plain=[[heads[at]] for heads in self.plain])
 
@@ -347,17 +346,14 @@ class _Group:
 
     @cached_property
     def lambdas(self) -> list[SoftmaxSpectrum]:
-        """Spectra of the derivatives of the softmax."""
         return softmax_spectra(self.heads)
 
     @cached_property
     def statistics(self) -> list[AttentionStatistics]:
-        """Statistics of the attention maps."""
         return all_attention_statistics(self.heads)
 
     @cached_property
     def operators(self) -> list[SelectedOperator]:
-        """Jacobians on the first samples."""
         return self._operators(0)
 
     @cached_property
@@ -430,7 +426,6 @@ def _measure_head(group: _Group, part: Part) -> HeadReport:
 
 
 def _attention_fields(group: _Group, part: Part) -> dict[str, Any]:
-    """Fields of a `HeadReport` without a Jacobian."""
     captured, at = group.captured, group.parts.index(part)
     how = {"how": "weights and attention map only"}
     if group.heads:
@@ -452,7 +447,6 @@ def _seen_attention(captured: CapturedAttention, part: Part) -> dict[str, Any]:
 
 
 def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
-    """Fields of a `HeadReport` about the softmax that an attention approximates."""
     seen = approximated_map(captured, index)
     return {} if seen is None else {"attention": seen.statistics, "approximation_error": seen.error}
 

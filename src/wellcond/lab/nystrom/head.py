@@ -166,10 +166,6 @@ class NystromHead:
         """What W_O reads of this head, (N, dv)."""
         return self.linear_in_values(self.v)
 
-    def approximate_map(self) -> Tensor:
-        """F Z B, (N, N): what stands in the place of the softmax."""
-        return self.mixing @ self.from_landmarks
-
     def query_key_jacobian(self, x_q: Tensor, x_k: Tensor) -> tuple[Tensor, Tensor]:
         """J_Q (N, dv, a, d) and J_K (N, dv, a', d) in coordinates of the weights.
 
