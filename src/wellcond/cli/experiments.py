@@ -203,7 +203,7 @@ def train(
     from wellcond.lab.plan import describe_rate
     from wellcond.lab.train.run import Job
 
-    watch = runs.StderrWatch(quiet=quiet or json)
+    watch = runs.ConsoleWatch(quiet=quiet or json, stderr=True)
     columns = cli.column_options(input, label)
     parts = join_parts(recipe, scale, set or (), model, data, columns, import_ or (), watch.say)
     loaded = parts.recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,6 @@ from wellcond.files import to_json, write_atomically
 if TYPE_CHECKING:
     from torch import nn
 
-    from wellcond.doctor.records import Diagnosis
     from wellcond.measurement.records import MeasurementReport
 
 CONVENTIONS = ("wide", "stack")
@@ -72,11 +72,8 @@ def doctor(
 
     found = diagnose(built, batch, trained=trained, jacobian=jacobian)
     found.run.update({name: f"{said[name]}: {found.run[name]}" for name in said if name in found.run})
-    if json:
-        echo_json(found.to_json())
-    else:
-        echo(found.to_text(width=min(100, make_console().width)))
-    _write(found, output, html, err=json)
+    text = found.to_text(width=min(100, make_console().width))
+    _tell(text, found.to_json(), found.to_html, json=json, output=output, html=html)
 
 
 @cli.app.command("measure", rich_help_panel=cli.MODELS)
@@ -115,11 +112,9 @@ def measure(
     except ValueError as error:
         raise cli.OptionError(f"--{error}") from error
     found.run.update({name: f"{said[name]}: {found.run[name]}" for name in said})
-    echo(found.to_table())
-    echo(summarise(found))
-    for refusal in scan_attention(built).refusals:
-        echo(f"not understood: {refusal}")
-    _write(found, output, html)
+    refused = [f"not understood: {refusal}" for refusal in scan_attention(built).refusals]
+    text = "\n".join([found.to_table(), summarise(found), *refused])
+    _tell(text, found.to_json(), found.to_html, output=output, html=html)
 
 
 def _say_slow(seconds: float) -> None:
@@ -156,21 +151,15 @@ def _replay(path: Path, *, json: bool, output: Path | None, html: Path | None) -
 
     series = Series.read(find_file(path))
     alarms = Alarms.replay(series)
+    steps = f"steps {series.steps[0]} to {series.steps[-1]}" if series.steps else "no step yet"
+    counted = f"{len(alarms)} alarm{'' if len(alarms) == 1 else 's'}" if alarms else "no alarm"
+    first = f"{path}: {len(series.steps)} readings of {series.num_heads} heads, {steps}: {counted}."
     content = to_json([alarm.to_dict() for alarm in alarms], indent=2)
-    if json:
-        echo_json(content)
-    else:
-        steps = f"steps {series.steps[0]} to {series.steps[-1]}" if series.steps else "no step yet"
-        counted = f"{len(alarms)} alarm{'' if len(alarms) == 1 else 's'}" if alarms else "no alarm"
-        echo(f"{path}: {len(series.steps)} readings of {series.num_heads} heads, {steps}: {counted}.")
-        for alarm in alarms:
-            echo(f"\n{alarm}")
-    if output is not None:
-        write_atomically(output, content + "\n")
-        echo(f"wrote {output}", err=json)
-    if html is not None:
-        write_atomically(html, render_maps(series, alarms=alarms, title=str(path)))
-        echo(f"wrote {html}", err=json)
+
+    def page() -> str:
+        return render_maps(series, alarms=alarms, title=str(path))
+
+    _tell("\n\n".join([first, *map(str, alarms)]), content, page, json=json, output=output, html=html)
 
 
 def _compare(
@@ -189,22 +178,29 @@ def _compare(
     from wellcond.doctor.weights import compare_weights
 
     found = compare_weights(first, second)
-    content = to_json(found.to_dict(), indent=2)
+    title = f"{cli.describe_spec(model, model_arg, weights, seed)} against {against.name}"
+    text = f"{title}\n\n{found.to_text(width=min(100, make_console().width))}"
+    _tell(text, to_json(found.to_dict(), indent=2), json=json, output=output)
+
+
+def _tell(
+    text: str,
+    content: str,
+    page: Callable[[], str] = str,
+    *,
+    json: bool = False,
+    output: Path | None,
+    html: Path | None = None,
+) -> None:
+    """Print text or JSON, and write JSON and the page where they are wanted."""
     if json:
         echo_json(content)
     else:
-        echo(f"{cli.describe_spec(model, model_arg, weights, seed)} against {against.name}\n")
-        echo(found.to_text(width=min(100, make_console().width)))
-    if output is not None:
-        write_atomically(output, content + "\n")
-        echo(f"wrote {output}", err=json)
-
-
-def _write(found: MeasurementReport | Diagnosis, output: Path | None, html: Path | None, *, err: bool = False) -> None:
-    for path, make in ((output, lambda: found.to_json() + "\n"), (html, found.to_html)):
+        echo(text)
+    for path, make in ((output, lambda: content + "\n"), (html, page)):
         if path is not None:
             write_atomically(path, make())
-            echo(f"wrote {path}", err=err)
+            echo(f"wrote {path}", err=json)
 
 
 def read_numbers(text: str, option: str) -> list[int] | None:

@@ -22,12 +22,16 @@ COLOURS = {"finished": "green", "interrupted": "yellow"}
 
 
 class ConsoleWatch(Watch):
-    """Lines on standard output; bars on standard error if that is a terminal, else a line for each run."""
+    """Lines on standard output or error; bars on standard error if that is a terminal, else a line for each run."""
+
+    def __init__(self, *, quiet: bool = False, stderr: bool = False) -> None:
+        super().__init__(quiet=quiet)
+        self.stderr = stderr
 
     def say(self, *lines: str) -> None:
         """Print lines for people."""
         for line in lines if not self.quiet else ():
-            make_console().print(line, markup=False, highlight=False, soft_wrap=True)
+            make_console(stderr=self.stderr).print(line, markup=False, highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def observing(self, jobs: Sequence[Job]) -> Iterator[JobObserver]:
@@ -67,15 +71,6 @@ class ConsoleWatch(Watch):
 
         with bars if console.is_terminal else contextlib.nullcontext():
             yield observe
-
-
-class StderrWatch(ConsoleWatch):
-    """As `ConsoleWatch`, with lines on standard error."""
-
-    def say(self, *lines: str) -> None:
-        """Print lines for people."""
-        for line in lines if not self.quiet else ():
-            make_console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def run_watched(jobs: Sequence[Job], asked: int | None, *, quiet: bool) -> Outcome:
