@@ -276,6 +276,13 @@ def test_a_comparison_goes_on_from_its_packed_file(tmp_path, whole, lost):
     assert page(whole_again).count("finished") == page(at_once).count("finished") > 0
 
 
+def test_a_committed_file_unpacked_and_packed_again_has_the_same_rows(tmp_path):
+    file = Path(__file__).parents[3] / "results" / "evidence" / "causal.jsonl"
+    unpack(file, tmp_path / "runs" / "causal")
+    [again] = pack(tmp_path / "runs", tmp_path / "packed")
+    assert rows(again) == rows(file) and page(again) == page(file)
+
+
 def test_other_settings_and_folders_in_use_are_refused(tmp_path, whole):
     [packed] = pack(whole[0].parent, tmp_path / "packed")
     unpack(packed, tmp_path / "runs")

@@ -251,7 +251,9 @@ def share(runs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str
         if path[0] not in OWN and all(leaves.get(path) == texts[0][path] for leaves in texts)
     }
     rests = [_nested({path: leaf for path, leaf in own.items() if path not in shared}) for own in flat]
-    return _nested(shared), [{key: rest[key] for key in sorted(rest, key=_place)} for rest in rests]
+    return _nested(shared), [
+        {key: rest[key] for key in sorted(rest, key=lambda key: (_place(key), key))} for rest in rests
+    ]
 
 
 def _place(key: str) -> int:
