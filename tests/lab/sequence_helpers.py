@@ -45,17 +45,17 @@ def written(*documents):
 class MaskedMean(nn.Module):
     """Means of the embeddings that are not masked, of one sequence or of two."""
 
-    def __init__(self, vocabulary=257, classes=2, longest=64, safe=True, sequences=1):
+    def __init__(self, vocabulary=257, classes=2, longest=64, sequences=1):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(vocabulary, 8), nn.Linear(8 * sequences, classes)
-        self.longest, self.safe = longest, safe
+        self.longest = longest
 
     def pool(self, tokens, mask):
         if tokens.shape[1] > self.longest:
             raise ValueError(f"at most {self.longest} tokens, found {tokens.shape[1]}")
         count = mask.sum(1, keepdim=True)
-        return (self.embed(tokens) * mask[..., None]).sum(1) / (count.clamp_min(1) if self.safe else count)
+        return (self.embed(tokens) * mask[..., None]).sum(1) / count.clamp_min(1)
 
     def forward(self, input_ids, attention_mask, pair_input_ids=None, pair_attention_mask=None):
         parts = [self.pool(input_ids, attention_mask)]

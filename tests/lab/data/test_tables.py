@@ -100,7 +100,9 @@ def test_limits_draw_a_fixed_subset(tmp_path):
     assert bundle.train.labels.tolist() == [text // 50 for text in texts] and len(bundle.class_names) == 2
     assert fingerprint(load(tmp_path, limit_train=20, **fields)) == fingerprint(bundle)
     both = load(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.5, limit_train=7)
-    assert len(both.train) == 7 and both.train[3]["label"] == int(both.train[3]["text"]) // 50
+    drawn = [both.train[i] for i in range(7)]
+    assert len(both.train) == 7 and all(row["label"] == int(row["text"]) // 50 for row in drawn)
+    assert {row["label"] for row in drawn} == {0, 1}
 
 
 def test_text_files_give_lines(tmp_path):

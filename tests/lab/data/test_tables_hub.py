@@ -66,6 +66,7 @@ def test_hidden_labels_are_an_error_where_labels_are_needed(mirror):
         (("train/00.csv", "train/01.csv", "val.csv", "test.csv"), {"train": 2, "evaluation": 1, "test": 1}),
         (("data/c4-train.00000-of-00002.csv", "data/c4-validation.00000.csv"), {"train": 1, "evaluation": 1}),
         (("rows.csv", "dev.csv", "test_hard.csv", "notes.md"), {"train": 1, "evaluation": 1, "test_hard": 1}),
+        (("train.csv", "valid.csv"), {"train": 1, "evaluation": 1}),
     ],
 )
 def test_paths_name_the_splits_of_a_mirror(files, splits, tmp_path, monkeypatch):

@@ -7,7 +7,9 @@ from scipy.special import erf, softmax
 from torch.nn.functional import cross_entropy
 
 import wellcond as wc
-import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
+import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)  # noqa: F401  (adds the models wellcond:NAME)
+from wellcond.attention.layout import fused_site
+from wellcond.attention.site import ModuleContext
 from wellcond.errors import ModelSpecError
 from wellcond.lab.models.build import build_model
 
@@ -210,3 +212,25 @@ BAD = {
 def test_impossible_options(options, message):
     with pytest.raises(ModelSpecError, match=message):
         build(**options)
+
+
+def multiplied_heads(model, ids, mask):
+    """Query, key and value of every head of the first layer, as the attention multiplies them."""
+    seen = []
+    function = "wellcond.lab.models.crammed_bert.scaled_dot_product_attention"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(function, lambda q, k, v, *_: seen.append((q, k, v)) or v)
+        model(ids, mask)
+    return seen[0]
+
+
+def test_site_describes_the_heads_that_are_multiplied():
+    model = build().double()
+    ids, mask = tokens()
+    site = wc.find_attention(model)[0]
+    assert (site.name, site.scale) == ("encoder.layers.0.attn.self_attention", 8**-0.5)
+    x = model.encoder.layers[0].norm1(model.encoder.embedding(ids))
+    for slot, heads in zip((site.q, site.k, site.v), multiplied_heads(model, ids, mask), strict=True):
+        torch.testing.assert_close(torch.einsum("bnc,hdc->bhnd", x, slot.read()), heads)
+    blocks = fused_site(ModuleContext("", site.module, site.module), site.module.query_key_value, num_heads=2)
+    assert not torch.equal(blocks.k.read(), site.k.read())

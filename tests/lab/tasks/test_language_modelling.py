@@ -147,3 +147,9 @@ def test_a_model_gets_the_vocabulary_of_the_tokeniser():
 def test_text_that_does_not_suit_is_refused(documents, fields, message):
     with pytest.raises((RecipeError, DataError), match=message):
         make_task("language_modelling", prose(*documents), context=4, **fields)
+
+
+def test_training_stops_at_a_limit_and_evaluation_does_not():
+    data = bundle("text", texts("ab", "cd", "ef"), texts("gh", "ij", "kl"), classes=None)
+    task = make_task("language_modelling", data, context=2, limit_tokens=4)
+    assert len(task.train.stream) == 6 and len(task.evaluation.stream) == 9

@@ -23,7 +23,6 @@ from lab.small import (
 )
 from patience import PATIENCE, wait_until
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunFolder
 
 pytestmark = pytest.mark.processes
 
@@ -79,15 +78,6 @@ def test_two_processes_compute_what_one_does(alone, tmp_path, environment):
     run(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), **environment)
     assert record(folder)["status"] == "finished"
     assert record(folder)["sessions"][0]["processes"] == 2
-    assert_close(alone, folder)
-
-
-@pytest.mark.slow
-def test_a_run_of_one_process_resumes_sharded_over_two(alone, tmp_path):
-    folder = tmp_path / "run"
-    stop_after(small_job(folder, "conditioned+balanced", AVERAGED), 8)
-    run(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), **FSDP2)
-    assert [session["processes"] for session in record(folder)["sessions"]] == [1, 2]
     assert_close(alone, folder)
 
 
@@ -211,12 +201,3 @@ def test_a_folder_that_one_process_cannot_have_stops_both(tmp_path):
     done = subprocess.run(command(*arguments, processes=2), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode != 0 and "checkpoints is a link" in done.stderr
     assert not list((tmp_path / "digits").rglob("run.json"))
-
-
-@pytest.mark.slow
-def test_a_folder_that_is_in_use_stops_both(tmp_path):
-    folder = tmp_path / "run"
-    with RunFolder(folder).opened():
-        done = subprocess.run(train_command(folder, processes=2), capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode != 0 and "another process is writing this run" in done.stderr
-    assert [path.name for path in folder.iterdir()] == ["lock"]
