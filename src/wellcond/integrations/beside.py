@@ -92,7 +92,8 @@ class Beside:
         if self.monitor is None:
             return []
         series = self.monitor.series
-        found = [(step, name_numbers(series, at)) for at, step in enumerate(series.steps) if at >= self._logged]
+        new = range(self._logged, len(series.steps))
+        found = [(series.steps[at], name_numbers(series, at)) for at in new]
         self._logged = len(series.steps)
         return [one for one in found if one[1]]
 
@@ -110,8 +111,9 @@ def name_numbers(series: Series, at: int, columns: Sequence[str] = LOGGED) -> di
         {'wellcond.attn/head00.max_logit': 3.5}
     """
     found = {}
-    for name, at_column in ((name, series.columns.index(name)) for name in columns if name in series.columns):
-        for (layer, head), value in zip(series.heads, series.tables[at][:, at_column], strict=True):
+    table, heads = series.tables[at], series.heads
+    for name in (name for name in columns if name in series.columns):
+        for (layer, head), value in zip(heads, table[:, series.columns.index(name)], strict=True):
             if math.isfinite(value):
                 found[f"wellcond.{layer or 'attention'}/head{head:02d}.{name}"] = float(value)
     return found

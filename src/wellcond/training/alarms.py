@@ -274,8 +274,8 @@ class Alarms:
             **options: of `Alarms`; nothing is sent by default.
         """
         alarms = cls(**({"to": []} | options))
-        for count in range(1, len(series.steps) + 1):
-            alarms.look(series.until(count))
+        for grown in series.replay():
+            alarms.look(grown)
         return alarms.raised
 
 

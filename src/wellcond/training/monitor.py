@@ -94,7 +94,8 @@ class AttentionMonitor:
     there on due steps only. They compute on the device, into buffers of fixed columns; what several microbatches see is
     accumulated, and what activation checkpointing computes again is not counted. `step` reduces the buffers over the
     processes (sums and maxima, one column at a time) and begins to copy them to the host, which reads them one step
-    later. So nothing waits for the device within a step, and no process for another outside `step`.
+    later. So nothing waits for the device within a step, and no process for another outside `step`. Of what was read,
+    the last 64 MB are in memory and the rest in a temporary file.
 
     What was not seen is NaN, and `not_seen` says why. torch.compile is such a case: compiled code calls no hooks, its
     graph stays as it is, and only what the weights alone say is known. Make the monitor after `torch.compile`: the

@@ -6,9 +6,11 @@ import dataclasses
 import json
 import math
 import os
+import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -21,6 +23,52 @@ from wellcond.version import __version__
 
 KIND = "wellcond monitor"
 SCHEMA = 1
+BYTES_IN_MEMORY = 64 * 2**20
+FEWEST_IN_MEMORY = 256
+"""Readings, more than any rule of an alarm looks back."""
+
+
+class Tables:
+    """Tables of one shape, in the order in which they were added: the last ones in memory, older ones in a file.
+
+    The file is temporary, where Python's `tempfile` puts such files (``TMPDIR``), and ends with the process.
+    """
+
+    def __init__(self) -> None:
+        self._recent: list[np.ndarray] = []
+        self._file: IO[bytes] | None = None
+        self._in_file = 0
+
+    def append(self, table: np.ndarray) -> None:
+        """Add one; of float32, as all are."""
+        self._recent.append(table)
+        if len(self._recent) > 2 * FEWEST_IN_MEMORY and len(self._recent) * table.nbytes > BYTES_IN_MEMORY:
+            self._move_to_file(len(self._recent) // 2)
+
+    def _move_to_file(self, count: int) -> None:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile()
+            weakref.finalize(self, self._file.close)
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(b"".join(table.tobytes() for table in self._recent[:count]))
+        self._recent, self._in_file = self._recent[count:], self._in_file + count
+
+    def last(self, count: int) -> list[np.ndarray]:
+        """The last ones, fewer if there are no more."""
+        return [self[at] for at in range(max(0, len(self) - count), len(self))]
+
+    def __len__(self) -> int:
+        return self._in_file + len(self._recent)
+
+    def __getitem__(self, at: int) -> np.ndarray:
+        if not 0 <= at < len(self):
+            raise IndexError(at)
+        if at >= self._in_file:
+            return self._recent[at - self._in_file]
+        assert self._file is not None
+        like = self._recent[0]
+        self._file.seek(at * like.nbytes)
+        return np.frombuffer(self._file.read(like.nbytes), like.dtype).reshape(like.shape)
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,15 +82,15 @@ class Series:
     """Names of the attention layers, and how many heads each has."""
     columns: list[str]
     steps: list[int] = dataclasses.field(default_factory=list)
-    tables: list[np.ndarray] = dataclasses.field(default_factory=list, repr=False)
+    tables: Tables = dataclasses.field(default_factory=Tables, repr=False)
     path: Path | None = None
 
     @property
     def values(self) -> np.ndarray:
         """All readings, (readings, heads, columns)."""
-        if not self.tables:
+        if not len(self.tables):
             return np.empty((0, self.num_heads, len(self.columns)))
-        return np.stack(self.tables)
+        return np.stack(list(self.tables))
 
     @property
     def num_heads(self) -> int:
@@ -56,11 +104,11 @@ class Series:
 
     def column(self, name: str, last: int | None = None) -> np.ndarray:
         """One column of all readings, or of the last ones: (readings, heads); NaN if there is no such column."""
-        tables = self.tables if last is None else self.tables[-last:]
-        if name not in self.columns or not tables:
+        tables = self.tables if last is None else self.tables.last(last)
+        if name not in self.columns or not len(tables):
             return np.full((len(tables), self.num_heads), math.nan)
         at = self.columns.index(name)
-        return np.stack([table[:, at] for table in tables])
+        return np.stack([table[:, at].copy() for table in tables])
 
     def add(self, step: int, table: np.ndarray) -> None:
         """Add the reading of a step, and write it if there is a file; both keep float32, so that they are the same."""
@@ -71,9 +119,14 @@ class Series:
             with open(self.path, "a", encoding="utf-8") as out:
                 out.writelines(line + "\n" for line in self._lines(step, table))
 
-    def until(self, count: int) -> Series:
-        """The first readings alone."""
-        return Series(self.layers, self.columns, self.steps[:count], self.tables[:count])
+    def replay(self, first: int = 0) -> Iterator[Series]:
+        """One series that grows by a reading at a time, shown after each of them but the first ones."""
+        grown = Series(self.layers, self.columns)
+        for number, (step, table) in enumerate(zip(self.steps, self.tables, strict=True)):
+            grown.steps.append(step)
+            grown.tables.append(table)
+            if number >= first:
+                yield grown
 
     # Files
 
