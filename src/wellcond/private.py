@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -89,6 +89,15 @@ def refresh_ddp_buffers(ddp: nn.parallel.DistributedDataParallel) -> None:
     public method makes it again. Tried with torch 2.15.
     """
     ddp._assign_modules_buffers()
+
+
+def keep_from_ddp_(model: nn.Module, buffers: Collection[str]) -> None:
+    """Let DistributedDataParallel, when it wraps a model, leave some buffers as every rank has them.
+
+    Needs `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`; in public one can only switch off the
+    broadcast of all buffers, those of batch norms too. Tried with torch 2.15.
+    """
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(buffers))
 
 
 def is_wrapper_subclass(tensor: Tensor) -> bool:

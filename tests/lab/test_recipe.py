@@ -57,6 +57,8 @@ WITHOUT_EFFECT = {
     "checkpoint.every.steps",
     "logging.trackers",
     "logging.monitor_every",
+    "training.recompute",
+    "training.shard",
     "training.workers",
     "method.label",
     "method.set",  # its values are those of the other fields

@@ -74,6 +74,15 @@ InputColumn = Annotated[str | None, Option("--input", metavar="COLUMN", help="Im
 LabelColumn = Annotated[str | None, Option("--label", metavar="COLUMN", help="Labels of --data.")]
 Folder = Annotated[Path | None, output_option("--folder", "-o", help="Where to write; under runs/ by default.")]
 Jobs = Annotated[str, Option(metavar="N", help="Concurrent runs: auto, or a number.")]
+GpusPerRun = Annotated[
+    float | None,
+    Option(
+        metavar="N",
+        min=0,
+        max=1024,
+        help="GPUs of one run, 1 by default (0.5 with --engine ray: two runs share one). With --cpu: its processes.",
+    ),
+]
 Cpu = Annotated[bool, Option("--cpu", help="Do not use a GPU.")]
 Trust = Annotated[bool, Option("--trust-local-code", help="Allow a recipe's path/to/file.py:callable to run.")]
 Json = Annotated[bool, output_option("--json", help="Print only JSON.")]
@@ -235,6 +244,17 @@ def read_tuned_fields(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
             )
         fields[name] = tuple(values)
     return fields
+
+
+def read_ranks(gpus_per_run: float | None) -> int:
+    """Processes of a run on this machine."""
+    if gpus_per_run is None:
+        return 1
+    if gpus_per_run < 1 or not gpus_per_run.is_integer():
+        raise OptionError(
+            f"--gpus-per-run: expected a whole number from 1, found {gpus_per_run:g}; --engine ray can share a GPU"
+        )
+    return int(gpus_per_run)
 
 
 def read_jobs(text: str) -> int | None:

@@ -55,7 +55,7 @@ def compare(
     cpus_per_run: Annotated[
         float | None, ray_option(metavar="N", min=0, max=10_000, help="By default the recipe's threads.")
     ] = None,
-    gpus_per_run: Annotated[float | None, ray_option(metavar="N", min=0, max=1, help="By default 1, if any.")] = None,
+    gpus_per_run: cli.GpusPerRun = None,
     cpu: cli.Cpu = False,
     trust_local_code: cli.Trust = False,
     json: cli.Json = False,
@@ -70,6 +70,8 @@ def compare(
     check_choice("engine", engine, ("local", "ray"))
     if engine == "ray" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise cli.OptionError("--engine ray starts its own processes; run the command once, without torchrun")
+    if engine == "ray" and gpus_per_run is not None and gpus_per_run > 1:
+        raise cli.OptionError("--gpus-per-run: with --engine ray a run is one process, so at most 1")
     cli.check_parts(recipe, scale, set, model, data)
     from wellcond import lab
     from wellcond.cli.runs import ConsoleWatch
@@ -89,6 +91,7 @@ def compare(
         folder=folder,
         files=import_ or (),
         at_once=at_once,
+        ranks=1 if engine == "ray" else cli.read_ranks(gpus_per_run),
         ray=RaySettings(ray_address, cpus_per_run, gpus_per_run) if engine == "ray" else None,
         cpu=cpu,
         local_code=trust_local_code,
@@ -188,6 +191,7 @@ def train(
     label: cli.LabelColumn = None,
     import_: cli.Import = None,
     folder: cli.Folder = None,
+    gpus_per_run: cli.GpusPerRun = None,
     cpu: cli.Cpu = False,
     trust_local_code: cli.Trust = False,
     json: cli.Json = False,
@@ -217,7 +221,7 @@ def train(
     job = Job(loaded, chosen, seed, place, base=parts.base, cpu=cpu, local_code=trusted, user_code=parts.code)
     watch.say(f"{chosen.label}: {describe_rate(loaded, asked[0])}")
     with training_in(place):
-        outcome = runs.run_watched([job], 1, quiet=quiet or json)
+        outcome = runs.run_watched([job], 1, quiet=quiet or json, ranks=cli.read_ranks(gpus_per_run))
     if outcome.failures and not json:
         raise WellcondError(outcome.failures[0][1])
     code = runs.tell_end(outcome, as_json=json)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from wellcond.lab.reproduce.plan import PlannedStudy
 
 
+PROBE_SECONDS = 60.0
+
+
 def _must_hold_records(path: Path) -> Path:
     if not path.is_dir() and not (path.is_file() and path.suffix == ".jsonl"):
         raise typer.BadParameter(f"expected a folder or a file .jsonl, found {path}, which is neither")
@@ -79,7 +82,11 @@ def reproduce(
     id: Annotated[str | None, Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")] = None,
     list_all: Annotated[bool, Option("--list", help="List every id, and the runs that are there.")] = False,
     scale: Annotated[str, Option(metavar="NAME", help="tiny (CPU, minutes), small (GPU, hours) or paper.")] = "tiny",
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and what it takes; run nothing.")] = False,
+    probe: Annotated[bool, Option("--probe", help="With --dry-run: train each study for a minute here.")] = False,
+    data: Annotated[
+        list[str] | None, Option("--data", metavar="NAME=PATH", help="A data set in a folder, such as imagenet-1k=DIR.")
+    ] = None,
     records: Annotated[Path | None, cli.folder_option(help="Print these records; run nothing.")] = None,
     reading: Annotated[
         list[str] | None,
@@ -90,6 +97,7 @@ def reproduce(
     set: cli.Overrides = None,
     folder: Annotated[Path | None, Option("--folder", "-o", help="Where to write; reproduce/SCALE by default.")] = None,
     jobs: cli.Jobs = "auto",
+    gpus_per_run: cli.GpusPerRun = None,
     cpu: cli.Cpu = False,
     json: cli.Json = False,
     quiet: cli.Quiet = False,
@@ -104,7 +112,7 @@ def reproduce(
     known, entry = find_entry(id) if id is not None else ("", None)
     if entry is not None:
         entry = entry.read(dict(tuple(text.split("=", 1)) if "=" in text else (text, "") for text in reading or ()))
-    numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
+    numbers, at_once, ranks = cli.read_seeds(seeds), cli.read_jobs(jobs), cli.read_ranks(gpus_per_run)
     import torch
 
     from wellcond.cli.runs import exit_code
@@ -112,6 +120,7 @@ def reproduce(
     from wellcond.lab.comparison import training_in
     from wellcond.lab.methods import parse_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
+    from wellcond.lab.reproduce.launch import check_data, launch_table, place_data, probe_plan
     from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
     from wellcond.lab.reproduce.stored import Collection
 
@@ -128,9 +137,16 @@ def reproduce(
         return
     asked = None if methods is None else tuple(method.label for method in parse_methods(methods))
     plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), cpu))
+    place_data(data or (), plan)
     if dry_run:
-        _show([plan_table(plan)], as_json=json, quiet=quiet)
+        tables = [plan_table(plan)]
+        if plan.studies and scale != "tiny":
+            if probe:
+                probe_plan(plan, home, ranks, PROBE_SECONDS, lambda text: echo(text, err=True))
+            tables.append(launch_table(plan, known, scale, home, ranks, data or ()))
+        _show(tables, as_json=json, quiet=quiet)
         return
+    check_data(plan)
     if plan.missing and not cpu and scale != "tiny" and not torch.cuda.is_available():
         raise WellcondError(
             f"{known} at scale {scale} expects a GPU, and there is none here.\n"
@@ -140,14 +156,14 @@ def reproduce(
     with training_in(home):
         for study in plan.studies:
             if study.missing and not any(outcome.interrupted for outcome in outcomes):
-                outcomes += _run_study(study, at_once, cpu=cpu, silent=quiet or json)
+                outcomes += _run_study(study, at_once, ranks, cpu=cpu, silent=quiet or json)
     if cli.is_rank_zero():
         tables = write_outcome(known, plan.entry, scale, Collection(home), home / known)
         _show(tables, as_json=json, quiet=quiet, end=f"written: {home / known / f'{known}.md'}")
     raise typer.Exit(max(map(exit_code, outcomes), default=0))
 
 
-def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: bool) -> list[Outcome]:
+def _run_study(study: PlannedStudy, at_once: int | None, ranks: int, *, cpu: bool, silent: bool) -> list[Outcome]:
     """Run what is missing of a study, then of its fine-tuning."""
     from wellcond.cli.runs import ConsoleWatch, run_watched, tell_end
     from wellcond.lab.plan import write_comparison
@@ -158,7 +174,7 @@ def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: b
         write_comparison(study.folder, study.recipe, study.methods, study.seeds, study.rates.note)
     watch = ConsoleWatch(quiet=silent)
     watch.say(f"{study.name}: {study.missing} of {study.runs} runs to do", study.rates.note)
-    outcomes = [run_watched(study.jobs, at_once, quiet=silent)]
+    outcomes = [run_watched(study.jobs, at_once, quiet=silent, ranks=ranks)]
     if study.glue_folders and not outcomes[0].interrupted:
         plan = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu)
         outcomes.append(run_watched(plan, at_once, quiet=silent))

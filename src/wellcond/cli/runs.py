@@ -73,10 +73,10 @@ class ConsoleWatch(Watch):
             yield observe
 
 
-def run_watched(jobs: Sequence[Job], asked: int | None, *, quiet: bool) -> Outcome:
-    """Run jobs on this machine, `asked` at once, and show how they go on."""
+def run_watched(jobs: Sequence[Job], asked: int | None, *, quiet: bool, ranks: int = 1) -> Outcome:
+    """Run jobs on this machine, `asked` at once, each of so many ranks, and show how they go on."""
     with ConsoleWatch(quiet=quiet).observing(jobs) as observer:
-        return run_jobs(jobs, observer=observer, num_workers=asked)
+        return run_jobs(jobs, observer=observer, num_workers=asked, ranks=ranks)
 
 
 def exit_code(outcome: Outcome) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 
 from wellcond.errors import RunError, WellcondError, needs_extra
 from wellcond.files import temporary_beside
+from wellcond.lab.data.disk import NAMED
 from wellcond.lab.pool import Message, Pool, do_job
 from wellcond.lab.train.checkpoint import OURS
 from wellcond.lab.train.engine import Event
@@ -70,8 +71,14 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     Those that name folders do so in full, since a worker's current folder is another one.
     """
     passed = {name: value for name, value in environment.items() if name.startswith("WELLCOND_") or name in FORWARDED}
-    paths = {name: map(os.path.abspath, passed[name].split(os.pathsep)) for name in FOLDERS if passed.get(name)}
+    paths = {name: map(_in_full, passed[name].split(os.pathsep)) for name in FOLDERS if passed.get(name)}
     return passed | {name: os.pathsep.join(parts) for name, parts in paths.items()}
+
+
+def _in_full(place: str) -> str:
+    """A folder, or a data set and its folder, with the path in full."""
+    named = NAMED.fullmatch(place)
+    return f"{named[1]}={os.path.abspath(named[2])}" if named else os.path.abspath(place)
 
 
 @contextlib.contextmanager

@@ -181,6 +181,7 @@ def compare(
     folder: str | Path | None = None,
     files: Sequence[str | Path] = (),
     at_once: int | None = None,
+    ranks: int = 1,
     ray: RaySettings | None = None,
     cpu: bool = False,
     local_code: bool = False,
@@ -210,6 +211,7 @@ def compare(
         folder: where runs are kept; by default one below ``runs/`` that is named after recipe, model and data.
         files: Python files that register methods or define functions that are methods.
         at_once: runs at once; by default as many as there are GPUs, or cores.
+        ranks: processes of one run, each on a GPU of its own (DistributedDataParallel), started here.
         ray: runs on a Ray cluster.
         cpu: whether to leave GPUs alone.
         local_code: whether a model of the recipe that is ``file.py:function`` may be run. One given here always is.
@@ -238,12 +240,14 @@ def compare(
     numbers = _read_seeds(seeds, 0) if seeds is not None else chosen.seeds
     search_seeds = _read_seeds(tuning_seeds, FIRST_TUNING_SEED)
     options = {"base": parts.base, "cpu": cpu, "local_code": local_code or parts.trusted, "user_code": code}
-    if at_once != 1 and ray is None and (obstacle := code.find_obstacle()):
+    if (at_once != 1 or ranks > 1) and ray is None and (obstacle := code.find_obstacle()):
+        if ranks > 1:
+            raise OptionError(f"{ranks} processes a run: {obstacle}; define it in a file")
         if at_once is not None:
             raise OptionError(f"{at_once} runs at once are in processes of their own: {obstacle}; define it in a file")
         watch.say(f"note: one run after the other, since {obstacle}; define it in a file to run several at once")
         at_once = 1
-    todo = Todo(chosen, asked, numbers, place, options, grid, search_seeds, tune_growth, at_once, ray)
+    todo = Todo(chosen, asked, numbers, place, options, grid, search_seeds, tune_growth, at_once, ranks, ray)
     return todo.run(watch)
 
 
@@ -261,6 +265,7 @@ class Todo:
     tuning_seeds: tuple[int, ...] = ()
     growth: int = 0
     at_once: int | None = None
+    ranks: int = 1
     ray: RaySettings | None = None
 
     def run(self, watch: Watch) -> Result:
@@ -338,7 +343,7 @@ class Todo:
 
             pool = RayPool(self.ray, jobs, self.at_once)
         with watch.observing(jobs) as observer:
-            return run_jobs(jobs, observer=observer, num_workers=self.at_once, pool=pool)
+            return run_jobs(jobs, observer=observer, num_workers=self.at_once, ranks=self.ranks, pool=pool)
 
 
 def foresee_power(recipe: Recipe, metric: Any, scores: Mapping[str, Mapping[int, float]], num_seeds: int) -> list[str]:

@@ -173,6 +173,8 @@ class AdamW(Settings):
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     qk_lr_factor: Positive = 1.0
     """How many times as far a step moves the weights W_Q and W_K, also as rows of a fused weight."""
+    fused: bool = False
+    """One kernel for a step of AdamW, instead of some for each of its operations; the same to rounding."""
     qk_clip: ClipSettings | None = None
     spectral_cap: CapSettings | None = None
 
@@ -192,7 +194,10 @@ class AdamW(Settings):
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """Over the parameters of a model."""
         groups = parameter_groups(model, self.weight_decay)
-        return stretching(torch.optim.AdamW(groups, self.lr, self.betas, self.eps), model, self.qk_lr_factor)
+        return stretching(self._adamw(groups), model, self.qk_lr_factor)
+
+    def _adamw(self, groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, self.lr, self.betas, self.eps, fused=self.fused or None)
 
 
 class Muon(AdamW):
@@ -219,7 +224,7 @@ class Muon(AdamW):
             muon = torch.optim.Muon(ours, self.lr, adjust_lr_fn="match_rms_adamw")
         else:
             muon = HeadMuon(found, self.lr, adjust_lr_fn="match_rms_adamw", params=ours)
-        both = MuonAndAdamW(muon, torch.optim.AdamW(others, self.lr, self.betas, self.eps))
+        both = MuonAndAdamW(muon, self._adamw(others))
         return stretching(both, model, self.qk_lr_factor)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,12 +26,13 @@ from wellcond.errors import (
     MissingExtraError,
     ModelSpecError,
     ModelTooLargeError,
+    OptionError,
     RecipeError,
     WellcondError,
 )
 from wellcond.lab.train.engine import Event
-from wellcond.lab.train.length import StopFlag, leave_to_parent, starting_processes
-from wellcond.lab.train.run import Job, complete_record, num_cores, run_job
+from wellcond.lab.train.length import StopFlag, environment, leave_to_parent, starting_processes
+from wellcond.lab.train.run import ALL_GPUS, Job, complete_record, num_cores, run_job
 
 # Errors of the recipe or the dataset concern every run: the first one ends the comparison.
 FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError, ModelSpecError, ModelTooLargeError)
@@ -83,16 +85,18 @@ def run_jobs(
     *,
     observer: JobObserver = lambda job, event: None,
     num_workers: int | None = 1,
+    ranks: int = 1,
     pool: Pool | None = None,
 ) -> Outcome:
     """Run what is incomplete, `num_workers` at once (None: as many as suit this machine), or in another pool.
 
-    Errors that concern every run (`FOR_ALL`) are raised; other failures are in the outcome.
+    A run is one process, or as many as `ranks` says, each on a GPU of its own. Errors that concern every run
+    (`FOR_ALL`) are raised; other failures are in the outcome.
     """
     if not jobs:
         return Outcome()
     if pool is None:
-        pool = local_pool(jobs, num_workers)
+        pool = local_pool(jobs, num_workers, ranks)
     at_once = max(1, min(pool.size, len(jobs)))
     dispatch = Dispatch([job if job.at_once == at_once else replace(job, at_once=at_once) for job in jobs], observer)
     if pool.separate:
@@ -112,24 +116,45 @@ def run_jobs(
     return dispatch.outcome
 
 
-def choose_workers(asked: int | None, job: Job) -> int:
-    """Runs at once: one for each GPU, or for each core if a run keeps to one thread; what the user asked for, if so."""
+def choose_workers(asked: int | None, job: Job, ranks: int = 1) -> int:
+    """Runs at once: one for each GPU, or for each core if a run keeps to one thread; what the user asked for, if so.
+
+    With several `ranks` a run has so many GPUs, or cores.
+    """
     if asked is not None:
         return asked
     if "WORLD_SIZE" in os.environ:
         return 1
-    if torch.cuda.is_available() and not job.cpu:
-        return torch.cuda.device_count()
-    return num_cores() if job.recipe.training.threads == 1 else 1
+    if has_gpus(job):
+        return max(1, torch.cuda.device_count() // ranks)
+    return max(1, num_cores() // ranks) if job.recipe.training.threads == 1 else 1
 
 
-def local_pool(jobs: Sequence[Job], asked: int | None) -> Pool:
+def has_gpus(job: Job) -> bool:
+    """Whether a run goes to a GPU here."""
+    return torch.cuda.is_available() and not job.cpu
+
+
+def local_pool(jobs: Sequence[Job], asked: int | None, ranks: int = 1) -> Pool:
     """A pool on this machine for these jobs."""
-    size = max(1, min(choose_workers(asked, jobs[0]), len(jobs)))
-    if size == 1:
+    size = max(1, min(choose_workers(asked, jobs[0], ranks), len(jobs)))
+    gpus = visible_gpus() if has_gpus(jobs[0]) else ()
+    if ranks > 1:
+        _check_ranks(ranks, gpus, size)
+    elif size == 1:
         return ThisProcess()
-    on_gpus = torch.cuda.is_available() and not jobs[0].cpu
-    return Processes(size, visible_gpus() if on_gpus else ())
+    return Processes(size, gpus, ranks)
+
+
+def _check_ranks(ranks: int, gpus: Sequence[str], size: int) -> None:
+    if "WORLD_SIZE" in os.environ:
+        raise OptionError("several GPUs a run: it starts its own processes; run the command once, without torchrun")
+    if gpus and ranks * size > len(gpus):
+        raise OptionError(
+            f"{size} runs at once on {ranks} GPUs each need {size * ranks} GPUs, and {len(gpus)} are visible here",
+            expected=f"at most {len(gpus)} GPUs",
+            found=size * ranks,
+        )
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -207,7 +232,7 @@ def do_job(job: Job, send: Callable[[Message], Any], stop: StopFlag) -> None:
 
 
 class ThisProcess(Pool):
-    """One run after the other, in this process; the only pool whose runs may have several ranks."""
+    """One run after the other, in this process, which may be a rank of several that torchrun started."""
 
     separate = False
 
@@ -241,16 +266,32 @@ class ThisProcess(Pool):
         self._jobs.clear()
 
 
-class Processes(Pool):
-    """Processes on this machine, each on a GPU of its own if there are some; one that dies is replaced."""
+@dataclass(eq=False)
+class Worker:
+    """The processes that do a run together, one or one for each rank, by the connections to them."""
 
-    def __init__(self, size: int, gpus: Sequence[str] = ()) -> None:
-        self.size = size
-        self.gpus = gpus
-        self._workers: dict[Connection, Any] = {}
-        """Processes, each by the connection to it."""
-        self._running: dict[Connection, Job] = {}
-        self._places: dict[Connection, int] = {}
+    place: int
+    processes: dict[Connection, Any]
+    job: Job | None = None
+    messages: dict[Connection, Message] = field(default_factory=dict)
+    """How the job ended, by process."""
+
+    @property
+    def first(self) -> Connection:
+        """To rank 0, which speaks for all."""
+        return next(iter(self.processes))
+
+
+class Processes(Pool):
+    """Processes on this machine, each on a GPU of its own if there are some; what dies is replaced.
+
+    With several `ranks` a run is so many processes, which find each other as under torchrun, on GPUs of their own. If
+    one of them dies or fails, the others end with it.
+    """
+
+    def __init__(self, size: int, gpus: Sequence[str] = (), ranks: int = 1) -> None:
+        self.size, self.gpus, self.ranks = size, gpus, ranks
+        self._workers: list[Worker] = []
 
     @contextlib.contextmanager
     def opened(self, stop: StopFlag) -> Iterator[None]:
@@ -258,68 +299,126 @@ class Processes(Pool):
         try:
             yield
         finally:
-            for connection, process in self._workers.items():
+            processes = [process for worker in self._workers for process in worker.processes.values()]
+            for connection in [connection for worker in self._workers for connection in worker.processes]:
                 connection.close()
+            for process in processes:
                 process.terminate()
-            for process in self._workers.values():
+            for process in processes:
                 process.join(10)
 
     @property
     def running(self) -> Collection[Job]:
         """Jobs that workers have."""
-        return self._running.values()
+        return [worker.job for worker in self._workers if worker.job is not None]
 
     def submit(self, job: Job) -> bool:
         """Send a job to an idle worker, which is started if there is none."""
-        idle = next((connection for connection in self._workers if connection not in self._running), None)
-        connection = idle or self._start()
+        worker = next((worker for worker in self._workers if worker.job is None), None) or self._start()
         try:
-            connection.send(job)
+            for connection in worker.processes:
+                connection.send(job)
         except OSError:  # it died while idle
-            self._workers.pop(connection)
+            self._end(worker)
             return False
-        self._running[connection] = job
+        worker.job, worker.messages = job, {}
         return True
 
     def observe(self, handle: Callable[[Job, Message], Any]) -> None:
-        """Hand over one message of each worker that has sent some."""
-        for connection in set(self._running).intersection(wait(list(self._running), timeout=0.2)):
-            assert isinstance(connection, Connection)
+        """Hand over one message of each process that has sent some."""
+        busy = {
+            connection: worker
+            for worker in self._workers
+            if worker.job is not None
+            for connection in worker.processes
+            if connection not in worker.messages
+        }
+        for ready in wait(list(busy), timeout=0.2):
+            assert isinstance(ready, Connection)
+            worker = busy[ready]
+            job = worker.job
+            if job is None:  # it ended a moment ago, by another of its processes
+                continue
             try:
-                message = connection.recv()
+                message = ready.recv()
             except (EOFError, ConnectionError):
-                process = self._workers.pop(connection)
-                process.join(10)
-                memory = "; out of memory?" if process.exitcode == -signal.SIGKILL else ""
-                message = ("lost", f"its process ended with code {process.exitcode}{memory}")
-            job = self._running[connection]
-            if message[0] != "event":
-                del self._running[connection]
-            handle(job, message)
+                message = ("lost", self._describe_death(worker.processes[ready]))
+            if message[0] == "event":
+                if ready is worker.first:
+                    handle(job, message)
+                continue
+            worker.messages[ready] = message
+            failed = message[0] != "record"
+            if failed and (message[0] == "lost" or self.ranks > 1):  # the others would wait for it
+                message = self._end(worker, message)
+            if failed or len(worker.messages) == len(worker.processes):
+                worker.job = None
+                handle(job, message if failed else worker.messages[worker.first])
 
     def stop(self) -> None:
-        """Send SIGTERM to the workers that have a job."""
-        for connection in self._running:
-            os.kill(self._workers[connection].pid, signal.SIGTERM)
+        """Send SIGTERM to the processes that have a job."""
+        for worker in self._workers:
+            for process in worker.processes.values() if worker.job is not None else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
 
-    def _start(self) -> Connection:
-        taken = {self._places[connection] for connection in self._workers}
-        place = next(number for number in range(self.size) if number not in taken)
-        gpu = self.gpus[place % len(self.gpus)] if self.gpus else None
+    def _describe_death(self, process: Any) -> str:
+        process.join(10)
+        memory = "; out of memory?" if process.exitcode == -signal.SIGKILL else ""
+        return f"its process ended with code {process.exitcode}{memory}"
+
+    def _end(self, worker: Worker, message: Message = ("lost", "")) -> Message:
+        """End what is left of a worker; returns what it failed with: that a process died, rather than what others say.
+
+        These fail as soon as they miss it.
+        """
+        processes = list(worker.processes.values())
+        wait([process.sentinel for process in processes], timeout=0.5)
+        if dead := [process for process in processes if process.exitcode is not None]:
+            message = ("lost", self._describe_death(dead[0]))
+        for process in processes:
+            process.kill()
+            process.join(10)
+        self._workers.remove(worker)
+        return message
+
+    def _start(self) -> Worker:
+        taken = {worker.place for worker in self._workers}
+        worker = Worker(next(number for number in range(self.size) if number not in taken), {})
+        port = str(_free_port()) if self.ranks > 1 else ""
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, gpu))  # a daemon may not start DataLoaders
-        with starting_processes("spawn"):
-            process.start()
-        theirs.close()
-        self._workers[ours], self._places[ours] = process, place
-        return ours
+        for rank in range(self.ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,))  # a daemon may not start DataLoaders
+            variables = self._environment(worker.place, rank, port)
+            with starting_processes("spawn"), environment(variables):  # torch reads it when it is imported
+                process.start()
+            theirs.close()
+            worker.processes[ours] = process
+        self._workers.append(worker)
+        return worker
+
+    def _environment(self, place: int, rank: int, port: str) -> dict[str, str]:
+        """Variables of one process: which GPUs it sees, and as under torchrun which rank of how many it is."""
+        places = range(place * self.ranks, (place + 1) * self.ranks)
+        gpus = [self.gpus[number % len(self.gpus)] for number in places if self.gpus]
+        chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), ALL_GPUS: str(len(self.gpus))} if gpus else {}
+        if self.ranks == 1:
+            return chosen
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
+        ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ours |= {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+        return chosen | ours | {name: str(number) for name, number in numbers.items()}
 
 
-def _work(connection: Connection, gpu: str | None) -> None:
-    """Run jobs until the connection is closed; `gpu` is the only one that the process sees."""
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _work(connection: Connection) -> None:
+    """Run jobs until the connection is closed."""
 
     def send(message: Message) -> None:
         try:
@@ -338,4 +437,4 @@ def _work(connection: Connection, gpu: str | None) -> None:
             try:
                 do_job(job, send, stop)
             except WellcondError as error:  # as text: not every exception can be pickled
-                send(("error for all", str(error)))
+                send(("error for all" if isinstance(error, FOR_ALL) else "error", str(error)))

@@ -70,12 +70,23 @@ class TrainingSettings(Settings):
     threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Of torch on the CPU; null leaves torch's own choice."""
     log_every: PositiveInt = 10
+    recompute: bool = False
+    """Whether activations inside blocks are computed again for the backward pass instead of kept: a third more work,
+    a fraction of the memory."""
+    shard: bool = False
+    """Whether several processes divide weights, gradients and the optimiser's state among them, block by block (FSDP2),
+    instead of each having all (DDP)."""
 
 
 class PrecisionSettings(Settings):
-    """Number formats, and compilation."""
+    """Number formats, their order in memory, and compilation."""
 
     mixed: Literal["no", "bf16", "fp16"] = "no"
+    tf32: bool = False
+    """Whether a GPU may round the factors of float32 matrix products to 10 bits; what is in bf16 stays so."""
+    channels_last: bool = False
+    """Whether images and weights of convolutions are stored with their channels last, which GPUs prefer in half
+    precision."""
     compile: str | None = None
     """Backend of torch.compile, such as inductor; null for none."""
 
@@ -242,12 +253,19 @@ NEUTRAL = {
     "schedule.over_warmup": False,
     "augmentation.mixed_together": 1,
     "tracking.stacked": False,
+    "precision.tf32": False,
+    "precision.channels_last": False,
+    "optimizer.fused": False,
     "task.metric": "perplexity",
     "optimizer.qk_clip": None,
     "optimizer.spectral_cap": None,
     "model.token_correction": None,
 }
 """Fields that came after the first records, with the values at which a run is what it was without them."""
+
+
+WITHOUT_EFFECT = ("workers", "recompute", "shard")
+"""Fields of `training` that change how a run is computed, to rounding."""
 
 
 def with_effect(config: dict[str, Any]) -> dict[str, Any]:
@@ -259,7 +277,7 @@ def with_effect(config: dict[str, Any]) -> dict[str, Any]:
     for path, neutral in NEUTRAL.items():
         part, _, field = path.partition(".")
         kept[part] = {key: value for key, value in (kept.get(part) or {}).items() if (key, value) != (field, neutral)}
-    kept["training"] = {key: value for key, value in kept["training"].items() if key != "workers"}
+    kept["training"] = {key: value for key, value in kept["training"].items() if key not in WITHOUT_EFFECT}
     # What a method sets is in the other parts of the configuration already.
     kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}
     return kept

@@ -4,6 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from lab.helpers import ListSplit, bundle, byte_images, make_recipe, pil_images, tiny_vit
@@ -11,6 +12,7 @@ from lab.small import logs, small_job
 from wellcond.errors import RecipeError
 from wellcond.lab.data import TensorDataset
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.seeding import derive
 from wellcond.lab.tasks.base import EVALUATION, AugmentationSettings, TaskContext
 from wellcond.lab.tasks.image_classification import (
     IMAGENET,
@@ -18,6 +20,7 @@ from wellcond.lab.tasks.image_classification import (
     ImageClassificationSettings,
     ImagesInMemory,
     Pictures,
+    picture_transform,
 )
 from wellcond.lab.train.batches import UpdatePlan
 from wellcond.lab.train.prepare import prepare_model
@@ -273,3 +276,42 @@ def test_the_check_of_a_model_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), state)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
     assert type(model) is type(tiny_vit())
+
+
+class Counted(ListSplit):
+    """Counts how often an image is asked for."""
+
+    asked = 0
+
+    def __getitem__(self, index):
+        Counted.asked += 1
+        return super().__getitem__(index)
+
+
+def test_pictures_are_those_of_timms_whole_transform_and_each_is_decoded_once():
+    """Normalised and erased in a batch, as on a device: bit for bit what timm does with one picture after the other."""
+    from timm.data import create_transform
+
+    augmentation = AugmentationSettings(flip=0.5, resized_crop=(0.3, 1.0), random_erasing=0.7, repeats=3)
+    source = np.random.default_rng(0)
+    rows = [
+        {"image": Image.fromarray(source.integers(0, 256, (14, 11, 3), dtype=np.uint8)), "label": number % 2}
+        for number in range(4)
+    ]
+    transform = picture_transform(10, 3, 1.0, augmentation)
+    keys = [(number, draw) for number in (2, 0, 3) for draw in (6, 7, 8)]
+    samples = Pictures(Counted(rows), transform, 3, seed=5)
+    found = samples.fetch(keys)["image"]
+    assert Counted.asked == 3
+    whole = create_transform(
+        10, is_training=True, scale=(0.3, 1.0), ratio=(3 / 4, 4 / 3), hflip=0.5, color_jitter=None,
+        interpolation="bicubic", re_prob=0.7, re_mode="pixel",
+    )  # fmt: skip
+    for image, (number, draw) in zip(found, keys, strict=True):
+        seed = derive(5, "augmentation", draw, number)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        assert torch.equal(image, whole(rows[number]["image"]))
+    sent = samples.read(keys)
+    assert sent["image"].dtype == torch.uint8 and 0 < len(sent["noise"]) < sent["image"].numel()

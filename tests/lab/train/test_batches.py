@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lab.helpers import pil_images
 from wellcond.errors import RecipeError
-from wellcond.lab.tasks.base import EVALUATION, AugmentationSettings
+from wellcond.lab.tasks.base import EVALUATION, AugmentationSettings, Samples
 from wellcond.lab.tasks.image_classification import Pictures, picture_transform
 from wellcond.lab.train.batches import UpdatePlan, evaluation_parts, fetch_batches
 
@@ -139,8 +139,9 @@ def test_repeats_of_a_picture_differ():
 
 
 def test_what_is_in_memory_needs_no_workers():
-    class Memory:
-        in_memory = True
+    class Memory(Samples):
+        def __len__(self):
+            return 2
 
         def fetch(self, keys):
             return {"keys": torch.tensor(keys), "worker": torch.utils.data.get_worker_info()}

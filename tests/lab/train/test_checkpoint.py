@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,16 +188,20 @@ def test_a_save_that_breaks_keeps_the_old_checkpoint(small, monkeypatch, problem
     before = model.weight.detach().clone()
     save(folder, model, optimizer, step=1)
     trained(model, optimizer, lambda model: model(torch.ones(1, 2)).sum(), 1)
-    write, calls = checkpoint.write_atomically, []
+    calls = []
 
-    def breaking(path, content):
-        calls.append(path)
-        if len(calls) == when:
-            path.write_text(str(content)[: len(content) // 2])
-            raise problem
-        write(path, content)
+    def breaking(write):
+        def broken(first, second):  # a path and its content, or tensors and their path
+            calls.append(first)
+            if len(calls) == when:
+                Path(next(one for one in (first, second) if isinstance(one, (str, Path)))).write_text("half")
+                raise problem
+            write(first, second)
 
-    monkeypatch.setattr(checkpoint, "write_atomically", breaking)
+        return broken
+
+    monkeypatch.setattr(checkpoint, "write_atomically", breaking(checkpoint.write_atomically))
+    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", breaking(checkpoint.safetensors.torch.save_file))
     raised, message = (RunError, "No space left") if isinstance(problem, OSError) else (problem, None)
     with pytest.raises(raised, match=message):
         save(folder, model, optimizer, step=step)

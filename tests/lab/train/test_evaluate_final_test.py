@@ -20,6 +20,7 @@ from lab.small import (
 )
 from wellcond.cli.main import main
 from wellcond.errors import RecipeError, RunError
+from wellcond.lab.tasks.base import Samples
 from wellcond.lab.train import evaluate
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
@@ -141,9 +142,7 @@ def test_without_being_asked_nothing_is_tested_or_kept(tmp_path, unbroken):
 def test_evaluations_may_use_the_first_samples_only(tmp_path):
     asked = {"evaluation": set(), "test": set()}
 
-    class Watched:
-        in_memory = True
-
+    class Watched(Samples):
         def __init__(self, samples, seen):
             self.samples, self.seen = samples, seen
 

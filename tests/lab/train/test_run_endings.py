@@ -126,11 +126,16 @@ def test_other_precisions_and_compilation_train(tmp_path, change):
 def test_trackers_of_accelerate_receive_the_metrics(tmp_path):
     tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = tmp_path / "run"
-    run_job(small_job(folder, "default", "logging.trackers=[tensorboard]"))
+    job = small_job(folder, "default", "logging.trackers=[tensorboard]")
+    stop_after(job, 8)
+    name = record(folder)["run_id"]
+    run_job(job)
+    assert record(folder)["run_id"] == name  # by which a tracker goes on with the curve
     events = min(folder.rglob("events.out.tfevents.*"), key=lambda path: len(path.parts))
     reader = tensorboard.EventAccumulator(str(events.parent))
     reader.Reload()
     assert "evaluation/accuracy" in reader.Tags()["scalars"] and "train/loss" in reader.Tags()["scalars"]
+    assert [row.step for row in reader.Scalars("train/loss")] == [5, 10, 15, 20, 24]
     assert reader.Scalars("evaluation/accuracy")[-1].value == pytest.approx(record(folder)["final"]["accuracy"])
     layers = {tag.split("/")[1] for tag in reader.Tags()["scalars"] if tag.startswith("conditioning/")}
     for layer in layers:

@@ -19,7 +19,14 @@ from wellcond.lab.train.length import (
     TrainState,
     check_loss,
 )
-from wellcond.lab.train.run import describe_session, has_free_cores, num_cores
+from wellcond.lab.train.run import (
+    ALL_GPUS,
+    describe_session,
+    flat_settings,
+    has_free_cores,
+    has_room,
+    num_cores,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -55,6 +62,24 @@ def test_a_session_is_alone_where_its_threads_have_cores(monkeypatch):
     assert alone(float(os.cpu_count())) and not alone(os.cpu_count() + 1.0)
     monkeypatch.delattr(os, "getloadavg")
     assert not has_free_cores()
+
+
+def test_a_gpu_is_shared_if_others_hold_memory_or_there_are_more_runs_than_gpus(monkeypatch):
+    gpu, used = torch.device("cuda"), [0.6]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int((80 - used[0]) * 2**30), 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    assert has_room(gpu, 1) and not has_room(gpu, 2)
+    monkeypatch.setenv(ALL_GPUS, "8")  # of which this process sees one
+    assert has_room(gpu, 8) and not has_room(gpu, 16)
+    used[0] = 20.0
+    assert not has_room(gpu, 1)
+
+
+def test_settings_of_a_tracker_are_flat_and_plain():
+    settings = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}, "seed": 3, "proxy": None}
+    expected = {"optimizer.lr": 1e-3, "optimizer.betas": "[0.9, 0.95]", "seed": 3, "proxy": "None"}
+    assert flat_settings(settings) == expected
 
 
 def test_state_survives_json_exactly():

@@ -14,6 +14,7 @@ from PIL import Image
 from lab.held_runs import HELD
 from lab.small import CHANGES_IN_WORDS, assert_same_run, command, record, run, small_job, train_command
 from patience import PATIENCE
+from wellcond.lab.tasks.base import Samples
 from wellcond.lab.train.batches import fetch_batches
 from wellcond.lab.train.run import run_job
 
@@ -90,10 +91,13 @@ def test_a_comparison_in_several_processes_is_saved_and_resumes(settings, hold, 
     assert ends() == [("finished", 24)] * 2
 
 
-class Numbers:
+class Numbers(Samples):
     """Samples that workers fetch."""
 
     in_memory = False
+
+    def __len__(self):
+        return 40
 
     def fetch(self, keys):
         return {"index": torch.tensor([index for index, _ in keys])}

@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,10 +22,37 @@ from wellcond.lab.data.base import listed, report_progress
 MIRROR_VARIABLE = "WELLCOND_DATA"
 
 
+NAMED = re.compile(r"([\w.-]+(?:/[\w.-]+)?)=(.+)", re.DOTALL)
+"""A part of the variable that says where one data set is: imagenet-1k=/data/imagenet."""
+SHORT_NAMES = {"coco2017": "coco", "tsv_data": "aan"}
+"""Of data sets whose last part of the id, or of the path, is no name that one would guess."""
+
+
 def mirror_roots() -> list[Path]:
     """Folders with local copies of data sets, from the variable."""
     roots = os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep)
-    return [Path(os.path.expanduser(root)).absolute() for root in roots if root]
+    return [Path(os.path.expanduser(root)).absolute() for root in roots if root and not NAMED.fullmatch(root)]
+
+
+def short_name(id: str) -> str:
+    """The name by which a user says where a data set is: of ILSVRC/imagenet-1k it is imagenet-1k."""
+    last = id.rpartition("/")[2]
+    return SHORT_NAMES.get(last, last).lower()
+
+
+def find_named(id: str) -> Path | None:
+    """Where the variable says that one data set is, by its id or its short name; None if it says nothing of it."""
+    for part in os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep):
+        found = NAMED.fullmatch(part)
+        if found and found[1].lower() in (id.lower(), short_name(id)):
+            return require(Path(os.path.expanduser(found[2])).absolute(), "file or folder", f"the data set {found[1]}")
+    return None
+
+
+def name_place(name: str, path: Path) -> None:
+    """Let this process, and those that it starts, find a data set at a place, before any other."""
+    former = os.environ.get(MIRROR_VARIABLE)
+    os.environ[MIRROR_VARIABLE] = os.pathsep.join([f"{name}={path.absolute()}", *([former] if former else [])])
 
 
 def in_a_mirror() -> str:
@@ -35,14 +63,19 @@ def in_a_mirror() -> str:
 
 
 def find_in_mirror(name: str) -> Path | None:
-    """The first file or folder of this name in a mirror, out of which the name may not lead; None if there is none."""
+    """The place that is named for a data set, or else the first of its name in a mirror; None if there is none.
+
+    A name may not lead out of a mirror.
+    """
+    if (named := find_named(name)) is not None:
+        return named
     leads_out = Path(name).is_absolute() or {"..", "~"} & set(Path(name).parts)
     return next((root / name for root in mirror_roots() if not leads_out and (root / name).exists()), None)
 
 
 def find_path(path: str, base: Path, field: str = "path") -> Path:
     """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror."""
-    local = (base / os.path.expanduser(path)).absolute()
+    local = find_named(path) or (base / os.path.expanduser(path)).absolute()
     found = local if local.exists() else find_in_mirror(path)
     return found or require(local, "file or folder", f"what '{field}' names, here or {in_a_mirror()}")
 

@@ -29,7 +29,7 @@ from wellcond.lab.data.base import (
     register_source,
     report_progress,
 )
-from wellcond.lab.data.disk import find_path, require
+from wellcond.lab.data.disk import contents, find_path, require
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -248,6 +248,33 @@ def load_folder(config: ImageFolderConfig, base: Path) -> Data:
         evaluated, told = made.pop(others[0]), repr(others[0])
     origin = f"image folder {root.name!r}, evaluated on {told}"
     return Data(root.name, "image", trained, evaluated, tuple(classes[0]), origin, made)
+
+
+def folder_splits(root: Path) -> tuple[dict[str, ImageFiles], tuple[str, ...]]:
+    """All splits of a folder that has train and others in it, with the names of the classes; val is validation."""
+    names = [name for name in ("train", *EVALUATION_NAMES) if (root / name).is_dir()]
+    folders = {{"val": "validation"}.get(name, name): require(root / name, "folder") for name in names}
+    if "train" not in folders:
+        raise DataError(
+            f"{root}: there are folders, but none for training.",
+            expected="the folders train and val (or validation, test) with a folder for each class in them",
+            found=contents(root),
+        )
+    classes = {split: _classes(folder) for split, folder in folders.items()}
+    for split, found in classes.items():
+        if found != classes["train"]:
+            raise DataError(
+                f"{folders[split]}: its classes are not those of training.",
+                expected=listed(classes["train"]),
+                found=listed(found),
+            )
+    made = {split: _list_images(folder, classes["train"]) for split, folder in folders.items()}
+    return made, tuple(classes["train"])
+
+
+def joined(parts: Sequence[ImageFiles]) -> ImageFiles:
+    """Several lists of images as one."""
+    return ImageFiles([file for part in parts for file in part.files], torch.cat([part.labels for part in parts]))
 
 
 def _is_image(name: str) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 from wellcond.errors import DataError, WellcondError
 from wellcond.lab.data.base import Data, RowDataset, SourceConfig, draw_fraction, draw_subset, listed, register_source
 from wellcond.lab.data.disk import contents, find_files, find_in_mirror, import_datasets, in_a_mirror
-from wellcond.lab.data.images import decode_image, read_image
+from wellcond.lab.data.images import decode_image, folder_splits, has_classes, joined, read_image
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 COMPRESSED = (".gz", ".bz2", ".zst")
@@ -138,6 +138,9 @@ def load_files(config: FilesConfig, base: Path) -> Data:
 def load_hub(config: HubConfig, base: Path) -> Data:
     """All splits of the set; those beside training and evaluation are in `others`."""
     name = config.id if config.config is None else f"{config.id} ({config.config})"
+    mirror = find_in_mirror(config.id)
+    if mirror is not None and mirror.is_dir() and holds_images(mirror):
+        return _load_folders(config, mirror)
     place, files = "a local mirror", find_splits(config.id, config.config)
     if files is not None:
         splits = {split: read_table(paths) for split, paths in files.items()}
@@ -160,6 +163,36 @@ def load_hub(config: HubConfig, base: Path) -> Data:
     if config.test_split is not None:
         others["test"] = splits[require_split(config.test_split, splits, name, "test_split")]
     return join_tables(name, place, train, splits[evaluated], others, config)
+
+
+def holds_images(folder: Path) -> bool:
+    """Whether a folder has images by class in its train, rather than tables."""
+    train = folder / "train"
+    if not train.is_dir() or not has_classes(train):
+        return False
+    first = min(path for path in train.iterdir() if path.is_dir())  # the others may hold a million files
+    return not any(suffix_of(path) in BUILDERS for path in (*train.iterdir(), *first.iterdir()))
+
+
+def _load_folders(config: HubConfig, root: Path) -> Data:
+    """A set of the hub from folders of images, a folder for each class, as many people have it on a disk."""
+    splits, classes = folder_splits(root)
+    name = config.id
+    names = [require_split(split, splits, name, "train_split") for split in config.train_split.split("+")]
+    train = joined([splits[split] for split in names])
+    others = {split: files for split, files in splits.items() if split not in names}
+    usual = next((split for split in EVALUATION_SPLITS if split in others), None)
+    evaluated = require_split(config.evaluation_split or usual, others, name, "evaluation_split")
+    evaluation, rest = others[evaluated], {split: files for split, files in others.items() if split != evaluated}
+    if config.held_out is not None:
+        rest = {"test": evaluation}
+        train, evaluation = draw_fraction(train, config.held_out, name)
+    elif config.test_split is not None:
+        rest["test"] = splits[require_split(config.test_split, splits, name, "test_split")]
+    if "test" in rest:
+        rest["test"] = draw_subset(rest["test"], config.limit_test)
+    train, evaluation = draw_subset(train, config.limit_train), draw_subset(evaluation, config.limit_evaluation)
+    return Data(name, "image", train, evaluation, classes, f"{name} in folders of images", rest)
 
 
 def require_split(split: str | None, splits: Any, name: str, field: str) -> str:

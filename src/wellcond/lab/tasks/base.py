@@ -31,6 +31,11 @@ IGNORED = -100
 """Label that is not scored, as in `cross_entropy`."""
 
 
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Values that the host has made, on a device, without waiting for what that still does."""
+    return values if device.type != "cuda" else values.pin_memory().to(device, non_blocking=True)
+
+
 class Samples(ABC):
     """Samples by number, as batches ready for the model."""
 
@@ -40,9 +45,17 @@ class Samples(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
     def fetch(self, keys: Keys) -> Batch:
         """One batch; the same keys give the same batch, in any process."""
+        return self.finish(self.read(keys))
+
+    def read(self, keys: Keys) -> Batch:
+        """The part of `fetch` that a worker process does, whose result is sent to the device."""
+        return self.fetch(keys)
+
+    def finish(self, batch: Batch) -> Batch:
+        """The rest, where the batch then is."""
+        return batch
 
 
 class TokenCorrection(Settings):
@@ -186,6 +199,10 @@ class AbstractTask(ABC):
     @abstractmethod
     def num_terms(self, batch: Batch) -> Tensor | int:
         """How many terms `loss` adds up; the engine divides by their number over all processes and accumulations."""
+
+    def terms_to_train(self, batch: Batch) -> Tensor | int:
+        """`num_terms` of a training batch; an int if it follows from the number of samples alone."""
+        return self.num_terms(batch)
 
     @abstractmethod
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:

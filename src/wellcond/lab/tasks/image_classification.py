@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -28,6 +28,7 @@ from wellcond.lab.tasks.base import (
     Samples,
     TaskContext,
     register_task,
+    send,
 )
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -102,10 +103,14 @@ class ImagesInMemory(Samples):
 
 @dataclass(frozen=True)
 class Pictures(Samples):
-    """Images decoded and transformed one by one; every sample's transform is seeded by seed, draw and number."""
+    """Images decoded and transformed one by one; every sample's transform is seeded by seed, draw and number.
+
+    They are sent to the device as bytes and normalised and erased there. What is erased becomes noise that was drawn
+    with the sample, so that any device sees the same.
+    """
 
     split: Dataset
-    transform: Callable[[Any], Tensor]
+    transform: PictureTransform
     channels: int
     seed: int
     in_memory: ClassVar[bool] = False
@@ -113,52 +118,118 @@ class Pictures(Samples):
     def __len__(self) -> int:
         return len(self.split)
 
-    def fetch(self, keys: Keys) -> Batch:
-        """Transformed images and labels."""
-        from torchvision.transforms.functional import to_pil_image
-
-        images, labels = [], []
-        for index, draw in keys:
-            sample = self.split[index]
+    def read(self, keys: Keys) -> Batch:
+        """Transformed images in bytes, labels, and which values of the batch are erased, by what noise."""
+        images, labels, places, noise = [], [], [], []
+        index, image, label = -1, None, 0
+        for number, draw in keys:
+            if number != index:  # an image that is shown several times is decoded once
+                index, (image, label) = number, self._decode(number)
             if draw != EVALUATION:
                 # timm's transforms draw from all three sources. The engine seeds its own before every step.
-                number = derive(self.seed, "augmentation", draw, index)
-                random.seed(number)
-                np.random.seed(number % 2**32)
-                torch.manual_seed(number)
-            image = to_pil_image(sample["image"]) if isinstance(sample["image"], Tensor) else sample["image"]
-            images.append(self.transform(to_channels(image, self.channels, place_of(self.split, index))))
-            labels.append(int(sample["label"]))
-        return {"image": torch.stack(images), "label": torch.tensor(labels)}
+                seed = derive(self.seed, "augmentation", draw, number)
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                torch.manual_seed(seed)
+            images.append(self.transform.change(image))
+            labels.append(label)
+            place, values = self.transform.erase(images[-1].shape)
+            places.append(place + (len(images) - 1) * images[-1].numel())
+            noise.append(values)
+        batch = {"image": torch.stack(images), "label": torch.tensor(labels)}
+        return batch | {"places": torch.cat(places), "noise": torch.cat(noise)}
+
+    def finish(self, batch: Batch) -> Batch:
+        """Normalised floats and labels."""
+        images = self.transform.normalise(batch["image"])
+        images.view(-1)[batch["places"]] = batch["noise"]
+        return {"image": images, "label": batch["label"]}
+
+    def _decode(self, index: int) -> tuple[Any, int]:
+        from torchvision.transforms.functional import to_pil_image
+
+        sample = self.split[index]
+        image = to_pil_image(sample["image"]) if isinstance(sample["image"], Tensor) else sample["image"]
+        return to_channels(image, self.channels, place_of(self.split, index)), int(sample["label"])
+
+
+@dataclass(frozen=True)
+class PictureTransform:
+    """Timm's transform of a picture in three parts: what changes bytes, what is erased, and the normalisation."""
+
+    change: Callable[[Any], Tensor]
+    """From a PIL image to bytes (C, H, W)."""
+    mean: Sequence[float]
+    std: Sequence[float]
+    erasing: Any = None
+    """Timm's `RandomErasing`; None erases nothing."""
+
+    def erase(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Which values of an image (C, H, W), counted in its order, are erased, and by what; drawn by timm."""
+        target = _Target(shape)
+        if self.erasing is not None:
+            self.erasing._erase(target, *shape, torch.float32)
+        return target.places, target.values
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Floats of bytes (n, C, H, W), with the mean 0 and the deviation 1 in each channel of ImageNet."""
+        mean, std = (send(torch.tensor(values), images.device).view(-1, 1, 1) for values in (self.mean, self.std))
+        return images.to(torch.float32).div_(255).sub_(mean).div_(std)
+
+
+class _Target:
+    """Takes which part of an image timm's `RandomErasing` writes to, and what it writes."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+        self.places, self.values = torch.empty(0, dtype=torch.int64), torch.empty(0)
+
+    def __setitem__(self, where: tuple[slice, slice, slice], values: Tensor) -> None:
+        self.places = torch.arange(math.prod(self.shape)).view(self.shape)[where].flatten()
+        self.values = values.flatten()
 
 
 def picture_transform(
     size: int, channels: int, crop: float, augmentation: AugmentationSettings | None
-) -> Callable[[Any], Tensor]:
+) -> PictureTransform:
     """Timm's transform for training (with augmentation) or evaluation (None)."""
     with needs_extra("timm and torchvision", "vision", "timm", "torchvision"):
         from timm.data import create_transform
+        from timm.data.random_erasing import RandomErasing
+        from torchvision.transforms import PILToTensor
     mean, std = IMAGENET if channels == 3 else [(sum(values) / 3,) for values in IMAGENET]
     shared: dict[str, Any] = {"mean": mean, "std": std, "interpolation": "bicubic"}
     if augmentation is None:
-        return create_transform(size, is_training=False, crop_pct=crop, **shared)
-    transform = create_transform(
-        size,
-        is_training=True,
-        scale=augmentation.resized_crop or (1.0, 1.0),
-        ratio=(3 / 4, 4 / 3) if augmentation.resized_crop else (1.0, 1.0),
-        hflip=augmentation.flip,
-        color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]  # None: no jitter
-        auto_augment=augmentation.rand_augment,
-        re_prob=augmentation.random_erasing,
-        re_mode="pixel",
-        **shared,
-    )
+        transform = create_transform(size, is_training=False, crop_pct=crop, **shared)
+    else:
+        transform = create_transform(
+            size,
+            is_training=True,
+            scale=augmentation.resized_crop or (1.0, 1.0),
+            ratio=(3 / 4, 4 / 3) if augmentation.resized_crop else (1.0, 1.0),
+            hflip=augmentation.flip,
+            color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]  # None: no jitter
+            auto_augment=augmentation.rand_augment,
+            re_prob=augmentation.random_erasing,
+            re_mode="pixel",
+            **shared,
+        )
+    fix_posterize_(transform)
+    on_pictures = [step for step in transform.transforms if type(step).__name__ not in LATER]
+    erasing = next((step for step in transform.transforms if isinstance(step, RandomErasing)), None)
+    return PictureTransform(type(transform)([*on_pictures, PILToTensor()]), mean, std, erasing)
+
+
+LATER = ("MaybeToTensor", "ToTensor", "Normalize", "RandomErasing")
+"""Steps of timm's transforms that are done with whole batches, on the device."""
+
+
+def fix_posterize_(transform: Any) -> None:
+    """Let timm's Posterize keep at least one bit."""
     for step in transform.transforms:
         for operation in getattr(step, "ops", []):
             if operation.name.startswith("Posterize"):
                 operation.aug_fn = _posterize
-    return transform
 
 
 def _posterize(image: Any, bits: int, **_: Any) -> Any:
@@ -243,8 +314,8 @@ class ImageClassification(ClassificationTask):
         seeds = {group: derive(self.seed, "mixing", step, group) for group in groups}
         drawn = {group: draw_mixing(self.augmentation, (height, width), seed) for group, seed in seeds.items()}
         weights, boxes = zip(*(drawn[group] for group in groups), strict=True)
-        weight = torch.tensor(weights, dtype=torch.float32, device=image.device)[:, None]
-        top, bottom, left, right = torch.tensor(boxes, device=image.device).view(-1, 4, 1, 1, 1).unbind(1)
+        weight = send(torch.tensor(weights, dtype=torch.float32), image.device)[:, None]
+        top, bottom, left, right = send(torch.tensor(boxes), image.device).view(-1, 4, 1, 1, 1).unbind(1)
         rows, columns = torch.arange(height, device=image.device)[:, None], torch.arange(width, device=image.device)
         inside = (top <= rows) & (rows < bottom) & (left <= columns) & (columns < right)
         own, other = image[:size], image[repeats:]

@@ -144,6 +144,10 @@ class LanguageModelling(TokenStreamTask):
         stride = self.settings.stride if training else None
         return TokenBlocks(stream, self.length, stride or self.length, rest=not training)
 
+    def terms_to_train(self, batch: Batch) -> int:
+        """All tokens: in training every block is full."""
+        return batch["label"].numel()
+
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, context, and the token that ends a document."""
         if kind == "wellcond":

@@ -86,7 +86,7 @@ class _Fetching(torch.utils.data.Dataset):
 
     def __getitem__(self, keys: list[SampleKey]) -> Batch | str:
         try:
-            return self.samples.fetch(keys)
+            return self.samples.read(keys)
         except WellcondError as error:  # torch would hand on its traceback instead of what it says
             return str(error)
 
@@ -102,7 +102,7 @@ def fetch_batches(
     """Batches on the device, decoded ahead by worker processes where that helps."""
     source: Iterator[Any]
     if workers == 0 or samples.in_memory:
-        source = (samples.fetch(keys) for keys in parts)
+        source = (samples.read(keys) for keys in parts)
     else:
         # By default a process that was spawned, as those of a comparison are, spawns its own: seconds of imports each.
         method = "fork" if sys.platform == "linux" else multiprocessing.get_start_method()
@@ -122,4 +122,5 @@ def fetch_batches(
         if isinstance(batch, str):
             raise WellcondError(batch)
         on_cpu = device.type == "cpu"
-        yield batch if on_cpu else {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        sent = batch if on_cpu else {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        yield samples.finish(sent)

@@ -11,6 +11,7 @@ written under another name and then renamed: it is whole or absent. `state.json`
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.sharding import from_local, is_distributed, local_shard, to_local, unwrap
 from wellcond.errors import RecipeError, RunError
-from wellcond.files import to_json, write_atomically
+from wellcond.files import opened_atomically, to_json, write_atomically
 from wellcond.lab.records import find_change, seal
 from wellcond.lab.train.run_folder import RunFolder, writing
 
@@ -63,10 +64,11 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
 def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path, groups: list[Any]) -> None:
     """Give an optimiser the state in a checkpoint, and the options of its groups."""
     named = dict(unwrap(model).named_parameters())
+    fused = {id(weight) for group in optimizer.param_groups if group.get("fused") for weight in group["params"]}
 
-    def parameter_of(joined: str) -> Tensor | None:  # torch keeps counts of steps on the CPU
+    def parameter_of(joined: str) -> Tensor | None:  # torch keeps counts of steps on the CPU, unless a step is fused
         name, _, key = joined.rpartition(SEPARATOR)
-        return None if key == "step" else named[name]
+        return None if key == "step" and id(named[name]) not in fused else named[name]
 
     optimizer.state.clear()
     for joined, value in read_tensors(place, "optimizer", parameter_of).items():
@@ -105,9 +107,7 @@ def save_checkpoint(
                 if values is not None and sharded:
                     sums |= _write_shards(partial / kind, values)
                 elif values is not None:
-                    content = safetensors.torch.save(_untied(values))
-                    write_atomically(partial / f"{kind}.safetensors", content)
-                    sums[f"{kind}.safetensors"] = hashlib.sha256(content).hexdigest()
+                    sums[f"{kind}.safetensors"] = _write_whole(partial / f"{kind}.safetensors", values)
             if is_main:
                 write_atomically(partial / "state.json", to_json(seal(state | {"step": step, "files": sums})))
                 os.replace(partial, place)
@@ -144,6 +144,16 @@ def _untied(values: Tensors) -> Tensors:
         own[name] = value.clone() if storage in seen else value
         seen.add(storage)
     return own
+
+
+def _write_whole(file: Path, values: Tensors) -> str:
+    """Write tensors from where they are, without a copy of all of them in memory; returns the checksum."""
+    with opened_atomically(file) as opened:
+        try:
+            safetensors.torch.save_file(_untied(values), opened.name)
+        except safetensors.SafetensorError as error:  # such as a full disk
+            raise OSError(errno.EIO, str(error), str(file)) from error
+    return _sum(file)
 
 
 def _write_shards(folder: Path, values: Tensors) -> dict[str, str]:
@@ -221,9 +231,9 @@ def read_tensors(place: Path, kind: str, placed: Callable[[str], Tensor | None] 
 
 
 def _place_like(value: Tensor, other: Tensor | None) -> Tensor:
-    """A tensor on the device of another one of its shape, and sharded like that; uninitialised if it is on meta."""
+    """A tensor on the device of another one, and sharded like that if of its shape; uninitialised if it is on meta."""
     if other is None or other.shape != value.shape:
-        other = torch.empty(0)
+        other = torch.empty(0, device="cpu" if other is None else other.device)
     part = local_shard(other).of(value) if is_distributed(other) else value
     part = torch.empty_like(part, device=other.device) if value.is_meta else part.to(other.device, copy=True)
     return from_local(other, part) if is_distributed(other) else part

@@ -25,14 +25,15 @@ from wellcond.lab.train.batches import UpdatePlan, fetch_batches
 from wellcond.lab.train.evaluate import ConditioningLog, WeightAverage, layer_numbers
 from wellcond.lab.train.length import (
     Diverged,
-    HostCopy,
     RunClock,
     StopFlag,
+    StopVote,
     TimeBudget,
     TrainState,
     check_loss,
     ramped_parts,
 )
+from wellcond.lab.train.prepare import prepare_ranks_
 from wellcond.lab.train.run_folder import RunFolder
 from wellcond.training.monitor import AttentionMonitor
 
@@ -78,7 +79,8 @@ class Engine:
         """Weights and buffers of the best evaluation so far, on the CPU."""
         self.state = TrainState()
         self.budget = TimeBudget(training.hours, self.clock, accelerator)
-        self.log = ConditioningLog(recipe, task, self.model, accelerator, per_epoch, self._note)
+        self.log = ConditioningLog(recipe, task, accelerator, per_epoch, self._note)
+        prepare_ranks_(accelerator, self.model)
         self.model, self.optimizer = accelerator.prepare(self.model, recipe.optimizer.build(self.model))
         recipe.optimizer.act_after_steps(self.model, self.optimizer.optimizer)
         self.evaluated_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -94,9 +96,7 @@ class Engine:
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
         self.monitor: AttentionMonitor | None = None
         self._losses: list[Tensor] = []
-        self._stop = StopFlag()
-        self._stops_requested: list[HostCopy] = []
-        """Of recent updates, how many ranks had been asked to stop."""
+        self._vote = StopVote(accelerator.num_processes)
         self.results: dict[str, Any] = {}
         """For the record, after the last update."""
 
@@ -193,7 +193,7 @@ class Engine:
             yield
 
     def _train(self, stop: StopFlag) -> bool:
-        state, training, self._stop = self.state, self.recipe.training, stop
+        state, training = self.state, self.recipe.training
         self.log.begin(self.model, state.step)
         if state.step == 0:
             self._measure_if_due(last=False)
@@ -225,7 +225,7 @@ class Engine:
             self._measure_if_due(last=last)
             if last or done % self.evaluate_every == 0:
                 self._evaluate()
-            stopping = self._stop_requested() and not last
+            stopping = self._vote.take(stop.requested) and not last
             if last or stopping or done % self.save_every == 0:
                 self.save()
             if stopping:
@@ -247,10 +247,14 @@ class Engine:
         seed_device(derive(self.seed, "dropout", step, accelerator.process_index), accelerator.device)
         parts = range(accelerator.process_index, len(batches) * accelerator.num_processes, accelerator.num_processes)
         batches = [self.task.training_batch(batch, step, part) for part, batch in zip(parts, batches, strict=True)]
-        num_terms: Any = sum(self.task.num_terms(batch) for batch in batches)
-        share = 1 / num_terms if accelerator.num_processes == 1 else self._share_of_all(num_terms)
+        num_terms: Any = sum(self.task.terms_to_train(batch) for batch in batches)
+        # A number is the same on every rank, since each has as many samples; a tensor has to be added up.
+        alone = accelerator.num_processes == 1 or isinstance(num_terms, int)
+        share = 1 / num_terms if alone else self._share_of_all(num_terms)
         place = self.budget.point(step, self.planned_steps), self.planned_steps, self.plan.steps_per_epoch
         self.learning_rate = set_point(self.optimizer, self.recipe.schedule.point(*place), self.recipe.optimizer.lr)
+        if self.recipe.precision.channels_last:
+            batches = [{name: channels_last(values) for name, values in batch.items()} for batch in batches]
         losses = []
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -273,25 +277,10 @@ class Engine:
             self.average.update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), norms
 
-    def _share_of_all(self, num_terms: Tensor | int) -> Tensor:
-        """Number of ranks over the number of terms on all of them; the same reduction asks whether any is to stop.
-
-        The host does not wait: the quotient stays on the device, and `_stop_requested` reads the answer a step later.
-        """
-        mine = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
-        mine[0] = num_terms
-        mine[1] = float(self._stop.requested)
-        terms, requested = self.accelerator.reduce(mine, reduction="sum")
-        self._stops_requested.append(HostCopy(requested))
+    def _share_of_all(self, num_terms: Tensor) -> Tensor:
+        """Number of ranks over the number of terms on all of them, for which the host does not wait."""
+        terms = self.accelerator.reduce(num_terms.to(torch.float64), reduction="sum")
         return (self.accelerator.num_processes / terms).float()
-
-    def _stop_requested(self) -> bool:
-        """Whether to stop after this step: the same on every rank, of several at most two steps after a signal."""
-        if self.plan.processes == 1:
-            return self._stop.requested
-        if len(self._stops_requested) < 2:
-            return False
-        return self._stops_requested.pop(0).read() > 0
 
     def _end_if_time_is_up(self) -> None:
         if self.budget.look() >= 1:
@@ -385,6 +374,12 @@ class Engine:
             if self.is_main:
                 self._track("test", values)
             self.observer({"event": "test", "row": row})
+
+
+def channels_last(values: Any) -> Any:
+    """Images with their channels last in memory; anything else as it is."""
+    is_images = isinstance(values, Tensor) and values.dim() == 4 and values.is_floating_point()
+    return values.contiguous(memory_format=torch.channels_last) if is_images else values
 
 
 def projection_norms(sites: Sequence[AttentionSite]) -> dict[str, float]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, geometric_mean
 from typing import Any, Literal
 
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import reshard_, unwrap
-from wellcond.errors import RecipeError
+from wellcond.errors import RecipeError, WellcondError
 from wellcond.integrations.common import Summaries, summarise
 from wellcond.jacobian.problem import show_seconds
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.tasks.base import AbstractTask, Samples, evaluating
 from wellcond.lab.train.batches import evaluation_parts, fetch_batches
-from wellcond.lab.train.checkpoint import model_tensors
+from wellcond.measurement.records import JACOBIAN_NUMBERS
 from wellcond.measurement.tracker import ConditionTracker, TrackPoint
+from wellcond.private import without_mixed_precision
 
 
 class WeightAverage:
@@ -114,23 +115,17 @@ FREE_SECONDS = 10.0
 
 
 class ConditioningLog:
-    """A `ConditionTracker` on rank 0; on every rank if weights are sharded, which gathers one attention at a time.
+    """A `ConditionTracker` on every rank, on the device that it trains on; rank 0 gets the points of all of them.
 
-    Where Accelerate made the forward pass round to half precision, a plain copy on rank 0 is brought up to date and
-    measured instead; under FSDP2 only the inputs of an attention are rounded. Jacobians that the recipe's budget does
-    not allow are left out, and `notify` is called with a line that says so.
+    Ranks measure different layers at the same time, so that none waits long for another. If weights are sharded they
+    measure the same ones together, which gathers one attention at a time. A forward pass that Accelerate rounds to half
+    precision is measured as the model has it, without rounding. Jacobians that the recipe's budget does not allow are
+    left out, of all layers alike, and `notify` is called with a line that says so.
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        task: AbstractTask,
-        plain: nn.Module,
-        accelerator: Any,
-        steps_per_epoch: int,
-        notify: Callable[[str], None],
+        self, recipe: Recipe, task: AbstractTask, accelerator: Any, steps_per_epoch: int, notify: Callable[[str], None]
     ) -> None:
-        """Make it before Accelerate prepares the model: only then can it be copied."""
         self._notify, self._notified = notify, False
         self.settings, self.task, self.accelerator = recipe.tracking, task, accelerator
         num_steps, every = recipe.training.length.in_steps(steps_per_epoch), recipe.tracking.weights_every
@@ -141,20 +136,17 @@ class ConditioningLog:
                 f"tracking.weights_every: expected at most 100000 measurements, found one every {self.weights_every} "
                 f"of {num_steps} steps; give a longer interval"
             )
-        asked = bool(self.jacobian or self.weights_every)
-        self._measures = asked and (accelerator.is_main_process or accelerator.is_fsdp2)
-        rounded = accelerator.mixed_precision != "no" and not accelerator.is_fsdp2
-        self._copy = copy.deepcopy(plain) if self._measures and rounded else None
-        self._model: nn.Module = plain
         self._tracker: ConditionTracker | None = None
+        self._model: nn.Module = nn.Identity()
+        self._layers: dict[str, int] = {}
+        """Names of all layers that are measured, in the order of the model."""
 
     def begin(self, model: nn.Module, step: int) -> None:
         """Start with `model` as Accelerate prepared it, after `step` updates."""
-        self._model = model
-        if not self._measures:
+        if not (self.jacobian or self.weights_every):
             return
-        measured = unwrap(model) if self._copy is None else self._copy
-        settings, sites = self.settings, find_attention(measured, strict=False)
+        self._model = unwrap(model)
+        sites, settings = find_attention(self._model, strict=False), self.settings
         most = max(site.num_kv_heads for site in sites)
         if settings.stacked and (other := next((s for s in sites if s.kind != "softmax" or s.cross), None)):
             raise RecipeError(
@@ -163,22 +155,27 @@ class ConditioningLog:
             )
         if isinstance(settings.heads, tuple) and min(settings.heads) >= most:
             raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {settings.heads}")
-        probe: Any = self.task.probe(settings.samples)
-        if self._copy is None:
-            from accelerate.utils import send_to_device
+        self._layers = {site.name: number for number, site in enumerate(sites)}
+        if not self.accelerator.is_fsdp2:
+            sites = sites[self.accelerator.process_index :: self.accelerator.num_processes]
+        wanted = settings.heads or (0,)
+        if not any(wanted == "all" or min(wanted) < site.num_kv_heads for site in sites):
+            return  # more ranks than layers
+        from accelerate.utils import send_to_device
 
-            probe = send_to_device(probe, self.accelerator.device)
         self._tracker = ConditionTracker(
-            measured,
-            probe,
+            self._model,
+            send_to_device(self.task.probe(settings.samples), self.accelerator.device),
             every=(),
             budget=None,
+            sites=sites,
             first_step=step,
             heads=settings.heads,
             samples=settings.samples,
             convention="stack" if settings.stacked else "wide",
             on_slow=self._say_slow,
         )
+        self._tracker.active = True
 
     def _say_slow(self, seconds: float) -> None:
         self._notify(f"measuring is expected to take up to {show_seconds(seconds)} at this step; {HOW_TO_CHANGE}")
@@ -191,16 +188,10 @@ class ConditioningLog:
 
     def measure(self, step: int, *, jacobian: bool, seconds: Mapping[str, float]) -> list[TrackPoint]:
         """Measure what is due at a step, given the seconds of the run so far by activity; every rank must call it."""
-        if self._tracker is None:
-            return []
         budget, within = self.settings.budget, None
         if budget is not None:
             within = max(FREE_SECONDS, budget * seconds["training"]) - seconds["measuring"]
-        if self._copy is not None:
-            self._copy.load_state_dict(model_tensors(self._model))
-        self._tracker.num_steps = step
-        points = self._tracker.measure_now(jacobian=jacobian, within=within)
-        refused = self._tracker.refused_seconds
+        points, refused = self._of_all_ranks(lambda: self._measure_mine(step, jacobian, within))
         if refused is not None and not self._notified:
             self._notified = True
             self._notify(
@@ -208,6 +199,36 @@ class ConditioningLog:
                 f"{budget:g} leaves {show_seconds(max(0.0, within or 0.0))}; {HOW_TO_CHANGE}"
             )
         return points
+
+    def _measure_mine(self, step: int, jacobian: bool, within: float | None) -> tuple[list[TrackPoint], float | None]:
+        """Points of this rank's layers, and how many seconds Jacobians that were refused may take."""
+        if self._tracker is None:
+            return [], None
+        self._tracker.num_steps = step
+        with contextlib.nullcontext() if self.accelerator.is_fsdp2 else without_mixed_precision(self._model):
+            points = self._tracker.measure_now(jacobian=jacobian, within=within)
+        return points, self._tracker.refused_seconds
+
+    def _of_all_ranks(
+        self, measure: Callable[[], tuple[list[TrackPoint], float | None]]
+    ) -> tuple[list[TrackPoint], float | None]:
+        """What the ranks measure together; where one refuses Jacobians, no point has any."""
+        if self.accelerator.num_processes == 1 or self.accelerator.is_fsdp2:
+            return measure()
+        from accelerate.utils import gather_object
+
+        try:
+            mine = *measure(), ""
+        except WellcondError as error:  # raised once every rank knows, or the others would wait for this one
+            mine = [], None, str(error)
+        found = gather_object([mine])
+        if problems := [problem for _, _, problem in found if problem]:
+            raise WellcondError(problems[0])
+        points = sorted((point for those, _, _ in found for point in those), key=lambda p: self._layers[p.layer])
+        refused = max((seconds for _, seconds, _ in found if seconds is not None), default=None)
+        if refused is not None:
+            points = [replace(point, **dict.fromkeys(JACOBIAN_NUMBERS)) for point in points]
+        return points, refused
 
 
 HOW_TO_CHANGE = (

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import multiprocessing.resource_tracker
+import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,9 +43,9 @@ class TimeBudget:
             return 0.0
         self.used = min(1.0, self.clock.now()["training"] / (3600 * self.hours))
         if self.accelerator.num_processes > 1:
-            from accelerate.utils import broadcast
-
-            self.used = float(broadcast(torch.tensor(self.used, device=self.accelerator.device)))
+            shared = torch.tensor(self.used, dtype=torch.float64)
+            torch.distributed.broadcast(shared, src=0, group=host_group())
+            self.used = float(shared)
         return self.used
 
     def steps_expected(self, step: int, num_steps: int) -> int:
@@ -157,21 +161,41 @@ def peak_memory(device: torch.device) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-class HostCopy:
-    """A number on its way from the device to the host, so that reading it later need not wait for the device."""
+LONGEST_WAIT = timedelta(hours=6)
+"""Of ranks for each other: one may read data, measure or save meanwhile. NCCL's own limit is ten minutes."""
 
-    def __init__(self, number: Tensor) -> None:
-        self._number = number.to("cpu", non_blocking=True)
-        self._arrived: Any = None
-        if number.device.type != "cpu":
-            self._arrived = torch.get_device_module(number.device).Event()
-            self._arrived.record()
 
-    def read(self) -> float:
-        """The number; waits if it is still on its way."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return float(self._number)
+@functools.lru_cache(maxsize=1)
+def _make_host_group(world: Any) -> Any:
+    return torch.distributed.new_group(backend="gloo", timeout=LONGEST_WAIT)
+
+
+def host_group() -> Any:
+    """A group of all ranks whose messages go from host to host, beside what the devices do."""
+    return _make_host_group(torch.distributed.group.WORLD)
+
+
+class StopVote:
+    """Lets ranks stop after the same step when one of them was asked to: a vote is answered two votes later.
+
+    Neither a device nor its queue has to do with it, and a host waits only for another that is two steps behind.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self._votes: deque[tuple[Tensor, Any]] = deque()
+
+    def take(self, requested: bool) -> bool:
+        """Once after every step, on every rank: whether to stop now."""
+        if self.processes == 1:
+            return requested
+        mine = torch.tensor(int(requested))
+        self._votes.append((mine, torch.distributed.all_reduce(mine, group=host_group(), async_op=True)))
+        if len(self._votes) <= 2:
+            return False
+        sum_of_all, work = self._votes.popleft()
+        work.wait()
+        return bool(sum_of_all)
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -195,6 +219,21 @@ def starting_processes(method: str) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Inside, this process and those that it starts have these variables."""
+    former = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def leave_to_parent(*signals: signal.Signals) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from wellcond.conditioning.checkpoint import load_weights
+from wellcond.attention.find import find_attention
+from wellcond.conditioning.checkpoint import MARKER, load_weights
 from wellcond.conditioning.tokens import condition_tokens_
 from wellcond.errors import ModelSpecError, RecipeError, WellcondError, needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
@@ -23,8 +24,10 @@ from wellcond.lab.models.memory_guard import MemoryGuard
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, evaluating
+from wellcond.lab.train.length import LONGEST_WAIT, environment
 from wellcond.lab.train.trained import load_encoder, load_published, load_teacher
 from wellcond.lab.user_code import MODELS, choose_arguments
+from wellcond.private import keep_from_ddp_
 
 
 def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
@@ -33,24 +36,39 @@ def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
         from accelerate.tracking import get_available_trackers
+        from accelerate.utils import InitProcessGroupKwargs
     AcceleratorState._reset_state()  # the precision of an earlier run of this process must not persist
     trackers, installed = list(recipe.logging.trackers), [str(name) for name in get_available_trackers()]
     if missing := [name for name in trackers if name not in installed]:  # Accelerate would skip them
         expected = ", ".join(installed)
         raise RecipeError(f"logging.trackers: {missing[0]!r} is not installed or not known; expected one of {expected}")
+    shards = recipe.training.shard and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # sharded, by `accelerate launch`
     try:
-        accelerator = Accelerator(
-            mixed_precision=recipe.precision.mixed,
-            dynamo_backend=recipe.precision.compile,
-            log_with=trackers or None,
-            project_dir=str(folder) if trackers else None,
-            cpu=cpu,
-        )
+        with environment(SHARDED if shards and not launched else {}):
+            accelerator = Accelerator(
+                mixed_precision=recipe.precision.mixed,
+                dynamo_backend=recipe.precision.compile,
+                log_with=trackers or None,
+                project_dir=str(folder) if trackers else None,
+                cpu=cpu,
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
+            )
+            if (shards or launched) and accelerator.device.type == "cpu":
+                _shard_on_cpu(accelerator)
     except ValueError as error:
         raise RecipeError(f"precision or logging does not suit this machine: {error}") from error
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.device.type == "cpu":
-        _shard_on_cpu(accelerator)
+    torch.backends.cuda.matmul.allow_tf32 = recipe.precision.tf32
     return accelerator
+
+
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+"""What `accelerate launch` tells a process by which a run is to be sharded."""
 
 
 def _shard_on_cpu(accelerator: Any) -> None:
@@ -60,6 +78,44 @@ def _shard_on_cpu(accelerator: Any) -> None:
     if accelerator.num_processes > 1:
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+
+
+def prepare_ranks_(accelerator: Any, model: nn.Module) -> None:
+    """Tell Accelerate what several ranks need to know of a model before it is wrapped.
+
+    Sharded: which layers one by one, unless a variable or the model's class names them. Otherwise: which buffers never
+    change, since those that may are sent from rank 0 in every update.
+    """
+    buffers = model.named_buffers()
+    keep_from_ddp_(model, [name for name, value in buffers if not value.is_floating_point() or name.endswith(MARKER)])
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin is not None and not plugin.transformer_cls_names_to_wrap and not hasattr(model, "_no_split_modules"):
+        plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks_of(model)})
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Around each attention layer, the innermost entry of a list of layers."""
+    blocks = {}
+    for site in find_attention(model, strict=False):
+        parts = site.name.split(".")
+        for depth in range(len(parts) - 1, 0, -1):
+            if isinstance(model.get_submodule(".".join(parts[: depth - 1])), (nn.ModuleList, nn.Sequential)):
+                blocks[".".join(parts[:depth])] = model.get_submodule(".".join(parts[:depth]))
+                break
+    return list(blocks.values())
+
+
+def recompute_(model: nn.Module) -> None:
+    """Let the blocks of a model compute their activations again for the backward pass, as its library does that."""
+    if hasattr(model, "set_grad_checkpointing"):
+        model.set_grad_checkpointing()
+    elif hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:
+        raise RecipeError(
+            f"training.recompute: {type(model).__name__} cannot compute activations again; expected a model of timm "
+            "or transformers, or one with their method set_grad_checkpointing"
+        )
 
 
 _KEPT: dict[tuple[Any, ...], AbstractTask] = {}

@@ -6,9 +6,11 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import secrets
 import shutil
 import subprocess
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -141,6 +143,8 @@ class Session:
             "status": "running",
             "reason": "",
         }
+        if job.recipe.logging.trackers:
+            self.record.setdefault("run_id", secrets.token_hex(8))  # kept in later sessions
         if job.recipe.training.hours is not None:
             self.record["reproducible"] = False  # its schedule follows the clock
 
@@ -190,10 +194,26 @@ class Session:
         self.record["sessions"] = [*self.record["sessions"], describe_session(self.accelerator, step, job.at_once)]
         self.write()
         if recipe.logging.trackers:
-            values = {"method": job.method.label, "seed": job.seed, "recipe": recipe.name}
-            self.accelerator.init_trackers("wellcond", config=values)
+            self._begin_tracking(step)
         observer({"event": "start", "step": step, "num_steps": engine.num_steps})
         return engine
+
+    def _begin_tracking(self, step: int) -> None:
+        """Start trackers under names by which runs are told apart; a resumed run goes on with its own curve."""
+        job = self.job
+        group = f"{job.recipe.name}-{job.recipe.scale}"
+        self.accelerator.init_trackers(
+            "wellcond",
+            config=flat_settings(job.config),
+            init_kwargs=tracker_options(
+                name=f"{group} {job.title}",
+                group=group,
+                tags=(job.recipe.name, job.recipe.scale, job.method.slug, f"seed {job.seed}"),
+                id=self.record["run_id"],
+                step=step,
+                folder=self.folder.path,
+            ),
+        )
 
     def _describe_task(self, task: AbstractTask) -> None:
         """Metric, data and tokeniser; RunError if an earlier session had another one, RecipeError without test data."""
@@ -240,11 +260,39 @@ class Session:
         if self.engine is not None:
             self.record |= self.engine.progress()
             if self.record["sessions"]:  # it shares the machine once other processes have been seen
-                self.record["sessions"][-1]["alone"] &= has_free_cores()
+                session = self.record["sessions"][-1]
+                processes = session["runs_at_once"] * local_ranks(session["processes"])
+                session["alone"] &= has_room(self.accelerator.device, processes)
         self.record |= {"seconds": self.clock.now(), "peak_memory_bytes": peak_memory(self.accelerator.device)}
         if self.accelerator.is_main_process:
             self.record |= {"logs": marks} if (marks := self.folder.log_marks()) else {}
             self.folder.write_record(self.record)
+
+
+def tracker_options(
+    *, name: str, group: str, tags: Sequence[str], id: str, step: int, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """What each tracker of Accelerate calls a run; with the same `id` it goes on with one that it knows."""
+    return {
+        "wandb": {"name": name, "group": group, "tags": list(tags), "id": id, "resume": "allow", "dir": str(folder)},
+        "trackio": {"name": f"{name} {id}", "group": group, "resume": "allow"},
+        "tensorboard": {"purge_step": step} if step else {},  # what came after the checkpoint is drawn again
+        "mlflow": {"run_name": name},
+        "swanlab": {"experiment_name": name, "group": group, "tags": list(tags), "id": id, "resume": "allow"},
+        "aim": {"experiment": group},
+    }
+
+
+def flat_settings(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Settings by their path, such as ``optimizer.lr``, in the kinds of values that every tracker takes."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        path = f"{above}{key}"
+        if isinstance(value, Mapping):
+            flat |= flat_settings(value, f"{path}.")
+        else:
+            flat[path] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flat
 
 
 PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", "torchvision", "transformers")
@@ -253,7 +301,6 @@ PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", 
 def describe_session(accelerator: Any, step: int, at_once: int = 1) -> dict[str, Any]:
     """Versions, commit and machine, but no user, host or path; `alone`: its cores, or its GPU, are not shared."""
     device, processes, threads = accelerator.device, accelerator.num_processes, torch.get_num_threads()
-    alone = at_once * processes * threads <= num_cores() if device.type == "cpu" else at_once == 1
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -273,8 +320,41 @@ def describe_session(accelerator: Any, step: int, at_once: int = 1) -> dict[str,
         "resumed_at_step": step,
         "runs_at_once": at_once,
         "cores": num_cores(),
-        "alone": alone and has_free_cores(),
+        "alone": has_room(device, at_once * local_ranks(processes)),
     }
+
+
+OTHERS_MEMORY = 2**30
+"""Bytes of a GPU's memory that may be in use beside our own: each process has a context of some hundred megabytes."""
+
+
+def has_room(device: torch.device, processes: int) -> bool:
+    """Whether a run shares its cores, or its GPU, with nothing else, as far as the system says.
+
+    `processes` of this comparison are on this machine, each on a GPU of its own if there are as many.
+    """
+    if device.type == "cpu":
+        return processes * torch.get_num_threads() <= num_cores() and has_free_cores()
+    if device.type != "cuda":
+        return processes == 1
+    if processes > count_gpus():
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device) < OTHERS_MEMORY
+
+
+ALL_GPUS = "WELLCOND_GPUS"
+"""Variable that says how many GPUs a comparison has to a process that sees only its own."""
+
+
+def local_ranks(processes: int) -> int:
+    """Processes of a run that are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+
+
+def count_gpus() -> int:
+    """GPUs that the runs of a comparison on this machine share among them."""
+    return int(os.environ.get(ALL_GPUS) or torch.cuda.device_count())
 
 
 def num_cores() -> int:
