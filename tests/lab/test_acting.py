@@ -31,6 +31,12 @@ WORDS = {
 }
 
 
+RESUMED = (
+    "muon(each)+qk_clip(tau=0.01)+spectral_cap(w_max=0.05, projections=qk)+qk_rate(0.5)+grayed_tokens(by=dct)",
+    "sigma_reparam+muon(each)+qk_norm(gain=true)",
+)
+
+
 @pytest.mark.parametrize("text", WORDS)
 def test_words_set_fields_of_the_recipe(text):
     method = MethodSettings.model_validate(text)
@@ -93,8 +99,8 @@ def test_heads_are_clipped_after_a_step_by_their_largest_logit():
         torch.testing.assert_close(after[role], factor * before[role], rtol=1e-2, atol=1e-7)
 
 
-def test_a_run_that_is_capped_and_clipped_resumes_to_the_same_files(tmp_path):
-    text = "muon(each)+qk_clip(tau=0.01)+spectral_cap(w_max=0.05, projections=qk)+qk_rate(0.5)+grayed_tokens(by=dct)"
+@pytest.mark.parametrize("text", RESUMED)
+def test_a_run_that_was_interrupted_resumes_to_the_same_files(tmp_path, text):
     whole, parts = (small_job(tmp_path / name, text) for name in ("whole", "parts"))
     assert run_job(whole)["status"] == "finished"
     assert stop_after(parts, 8)["status"] == "interrupted"
