@@ -37,6 +37,7 @@ PAIRS = [
 ]
 
 
+STRICT = [False, pytest.param(True, marks=pytest.mark.slow)]
 ONE_BY_DEFAULT = [pytest.param(name, marks=() if name == "balanced" else pytest.mark.slow) for name in METHODS]
 
 
@@ -72,7 +73,7 @@ def test_exporting_within_folded_leaves_the_model_as_it_was_and_outlives_it(meth
     first_tensor(model.train()(**case.batch(2))).sum().backward()  # and it trains on
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_BY_DEFAULT)
 def test_a_model_may_be_converted_within_folded(method):
     case = CASES["torch_encoder"]
     model = trained(case, method)
@@ -101,8 +102,8 @@ def test_a_loaded_program_needs_no_wellcond(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["non_strict", "strict"])
-@pytest.mark.parametrize("method", ["polar", "balanced"])
+@pytest.mark.parametrize("strict", STRICT, ids=["non_strict", "strict"])
+@pytest.mark.parametrize("method", [pytest.param("polar", marks=pytest.mark.slow), "balanced"])
 def test_a_model_whose_correction_follows_its_weights_must_be_folded_first(method, strict):
     case = CASES["torch_encoder"]
     model = trained(case, method)
@@ -121,8 +122,8 @@ def test_tracing_without_folding_is_refused_too():
         torch.jit.trace(trained(case, "balanced"), tuple(case.batch(2).values()))
 
 
-@pytest.mark.parametrize("method", ["identity", "balanced_frozen"])
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["non_strict", "strict"])
+@pytest.mark.parametrize("method", [pytest.param("identity", marks=pytest.mark.slow), "balanced_frozen"])
+@pytest.mark.parametrize("strict", STRICT, ids=["non_strict", "strict"])
 def test_a_fixed_correction_may_be_exported_and_costs_its_addition(method, strict, tmp_path):
     case = CASES["timm_vit"]
     model = trained(case, method)
