@@ -113,7 +113,7 @@ def compare(name: str, rounds: int) -> None:
     print(f"{title}: a plain step {base:.2f} s, {rounds} rounds")
     for variant in variants.names[1:]:
         took = min(times[variant])
-        print(f"  {variant:18} {took / base:6.3f}   (+{1e3 * (took - base):.0f} ms)", flush=True)
+        print(f"  {variant:18} {took / base:6.3f}   ({1e3 * (took - base):+.0f} ms)", flush=True)
 
 
 def main() -> None:

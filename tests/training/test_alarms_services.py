@@ -11,9 +11,10 @@ import wellcond as wc
 from integrations.test_beside import fit_lightning, fit_transformers
 from wellcond.errors import OptionError
 from wellcond.integrations import lightning, transformers
+from wellcond.training.plot import panel_names
 from wellcond.training.series import Series
 
-LAST = "train/wellcond.transformer.h.1.attn/head02.entropy"
+LAST = panel_names(Series([("transformer.h.1.attn", 3)], ["entropy"]), "train/")["transformer.h.1.attn"]["entropy"][2]
 
 
 def wandb_or_skip(folder, monkeypatch):

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import wellcond as wc
-from contracts.test_every_family import BUILD, build
+from contracts.test_every_family import build
 from distributed.models import WRAPPERS, gather, loss_of
 from distributed.models import build as build_distributed
 from distributed.processes import run_on_two
-from training.test_clip import QUIET, optimizer_of, same_state, state_of
+from training.test_clip import LAYOUTS, QUIET, families, optimizer_of, same_state, state_of
 from wellcond.training.cap import capped
 
 ROUNDING = 2e-6
@@ -50,7 +50,7 @@ def test_zero_and_bad_matrices_stay_by_themselves():
 
 
 @QUIET
-@pytest.mark.parametrize("family", list(BUILD))
+@pytest.mark.parametrize("family", families(LAYOUTS))
 def test_every_family(family):
     model = build(family)
     sites = wc.find_attention(model, strict=False)

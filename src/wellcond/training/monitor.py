@@ -295,11 +295,16 @@ class AttentionMonitor:
         self._collect()
         return plot_series(self.series, column, kind, ax)
 
-    def write_layout(self, file: str | os.PathLike[str]) -> None:
-        """Write layouts of panels for TensorBoard and W&B, by layer and column, as JSON."""
+    def write_layout(self, file: str | os.PathLike[str], *, prefix: str = "") -> None:
+        """Write layouts of panels for TensorBoard and W&B, by layer and column, as JSON.
+
+        Args:
+            file: to write.
+            prefix: what a trainer puts before the names that a callback logs: ``train/`` with `transformers.Trainer`.
+        """
         from wellcond.training.plot import write_layout
 
-        write_layout(self.series, file)
+        write_layout(self.series, file, prefix)
 
     # Hooks
 

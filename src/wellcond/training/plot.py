@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,48 +80,48 @@ def _draw_curves(ax: Any, series: Series, values: np.ndarray, rows: np.ndarray) 
     ax.grid(alpha=0.3)
 
 
-def panel_names(series: Series, columns: Sequence[str] = PANELS) -> dict[str, dict[str, list[str]]]:
-    """Names of logged numbers by layer and column, as the callbacks log them.
+def panel_names(series: Series, prefix: str = "") -> dict[str, dict[str, list[str]]]:
+    """Names of logged numbers by layer and column, as the callbacks log them, after what a trainer puts before them.
 
     Example:
         >>> panel_names(Series([("attn", 2)], ["max_logit"]))
         {'attn': {'max_logit': ['wellcond.attn/head00.max_logit', 'wellcond.attn/head01.max_logit']}}
     """
-    shown = [column for column in columns if column in series.columns]
+    shown = [column for column in PANELS if column in series.columns]
     return {
         layer or "attention": {
-            column: [f"wellcond.{layer or 'attention'}/head{head:02d}.{column}" for head in range(count)]
+            column: [f"{prefix}wellcond.{layer or 'attention'}/head{head:02d}.{column}" for head in range(count)]
             for column in shown
         }
         for layer, count in series.layers
     }
 
 
-def tensorboard_layout(series: Series) -> dict[str, dict[str, list[Any]]]:
+def tensorboard_layout(series: Series, prefix: str = "") -> dict[str, dict[str, list[Any]]]:
     """A chart for each layer and column with a line per head: ``SummaryWriter.add_custom_scalars(layout)``."""
     return {
         f"heads of {layer}": {column: ["Multiline", names] for column, names in columns.items()}
-        for layer, columns in panel_names(series).items()
+        for layer, columns in panel_names(series, prefix).items()
     }
 
 
-def wandb_layout(series: Series) -> list[dict[str, Any]]:
+def wandb_layout(series: Series, prefix: str = "") -> list[dict[str, Any]]:
     """Sections of line plots, a section for each layer, in plain data: for ``wandb_workspaces`` (see the docs)."""
     return [
         {
             "name": f"heads of {layer}",
             "panels": [{"title": column, "x": "Step", "y": names} for column, names in columns.items()],
         }
-        for layer, columns in panel_names(series).items()
+        for layer, columns in panel_names(series, prefix).items()
     ]
 
 
-def write_layout(series: Series, file: str | os.PathLike[str]) -> None:
+def write_layout(series: Series, file: str | os.PathLike[str], prefix: str = "") -> None:
     """Write both layouts to a JSON file, under ``tensorboard`` and ``wandb``.
 
     Raises: MonitorError if it cannot be written.
     """
-    content = {"tensorboard": tensorboard_layout(series), "wandb": wandb_layout(series)}
+    content = {"tensorboard": tensorboard_layout(series, prefix), "wandb": wandb_layout(series, prefix)}
     try:
         write_atomically(Path(file), json.dumps(content, indent=1) + "\n")
     except OSError as error:
