@@ -111,7 +111,7 @@ def reproduce(
     check_choice("scale", scale, SCALES)
     known, entry = find_entry(id) if id is not None else ("", None)
     if entry is not None:
-        entry = entry.read(dict(tuple(text.split("=", 1)) if "=" in text else (text, "") for text in reading or ()))
+        entry = entry.read({name: value for name, _, value in (text.partition("=") for text in reading or ())})
     numbers, at_once, ranks = cli.read_seeds(seeds), cli.read_jobs(jobs), cli.read_ranks(gpus_per_run)
     import torch
 
