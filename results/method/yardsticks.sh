@@ -52,13 +52,13 @@ shakespeare() {  # last tier
   fi
 }
 
-pets() {  # last tier; 25 minutes a run: 12 to search the rate of a method, 3 to test it
+pets() {  # last tier; 25 minutes a run: 4 to search the rate of a method, on one seed, and 3 to test it
   local best=default
   if (($1 >= 2)); then
     strong pets-vit-t yardsticks/pets "tokens(positions=25, embeddings=1)" --set optimizer.lr=1e-3 --tune tokens.positions=1,6,25,101 --jobs "${JOBS:-auto}"
     best=$(found yardsticks/pets)
   fi
-  wellcond compare --recipe pets-vit-t --folder yardsticks/pets --methods "$(methods pets "$1" "$best")" --set baseline=default --seeds 3 --tune "optimizer.lr=$rates" --no-report --jobs "${JOBS:-auto}"
+  wellcond compare --recipe pets-vit-t --folder yardsticks/pets --methods "$(methods pets "$1" "$best")" --set baseline=default --seeds 3 --tune optimizer.lr=5e-4,1e-3,2e-3,4e-3 --tuning-seeds 1 --no-report --jobs "${JOBS:-auto}"
 }
 
 yardstick=$1
