@@ -240,7 +240,7 @@ def test_a_weight_that_is_tied_after_conditioning_keeps_its_own_meaning_and_fold
     x = torch.randn(1, 4, 12)
     assert not torch.allclose(model.extra(x), model[0].attn.to_q(x))  # raw here, effective there
     raw = model.extra.weight.detach().clone()
-    with pytest.raises(wc.WeightError, match=r"extra.weight was tied to a conditioned weight"):
+    with pytest.raises(wc.WeightError, match="extra.weight"):
         wc.fold_(model)
     assert torch.equal(model.extra.weight, raw) and wc.conditioning_of(model)
     model.extra.weight = nn.Parameter(raw)
@@ -251,7 +251,7 @@ def test_parameters_that_share_memory_are_refused():
     model = stack(XTransformersAttention, depth=1)
     attention = model[0].attn
     attention.to_k.weight = nn.Parameter(attention.to_q.weight.data.view_as(attention.to_q.weight))
-    with pytest.raises(wc.WeightError, match=r"shares memory with 0.attn.to_k.weight"):
+    with pytest.raises(wc.WeightError, match="0.attn.to_k.weight"):
         wc.condition_(model, "balanced", projections="q")
     # One buffer for all parameters, as some optimisers make it, is no overlap.
     flat = torch.randn(2 * attention.to_q.weight.numel())

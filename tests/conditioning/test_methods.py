@@ -66,7 +66,7 @@ def test_a_plain_function_is_enough_and_names_are_not_taken_twice(registry):
     model = vit()
     before = effective(model)
     torch.testing.assert_close(effective(wc.condition_(model, "doubled")), 2 * before)
-    with pytest.raises(ValueError, match="'polar' is a correction in every forward pass, already"):
+    with pytest.raises(ValueError, match="'polar'"):
         wc.register_condition("polar")(lambda: None)
     with pytest.raises(wc.UnknownChoiceError, match="'doubled'"):
         wc.condition_(vit(), "double")

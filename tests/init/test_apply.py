@@ -91,7 +91,7 @@ def test_unknown_methods_and_options_list_the_choices():
 def test_meta_and_frozen_parameters_are_refused():
     with torch.device("meta"):
         on_meta = stack()
-    with pytest.raises(wc.WeightError, match=r"after the model is materialised: model.to_empty"):
+    with pytest.raises(wc.WeightError, match="to_empty"):
         wc.init_(on_meta, "conditioned")
     frozen = stack()
     frozen[1].attn.c_attn.weight.requires_grad_(False)
@@ -106,7 +106,7 @@ def test_tied_weights_are_refused_unless_every_holder_is_rewritten_alike():
     model[1].attn.to_q.weight = model[0].attn.to_q.weight
     wc.init_(model, "conditioned")  # both holders are queries of the same shape
     assert_semi_orthogonal(first(model).q.read())
-    with pytest.raises(wc.WeightError, match="is tied: the same parameter is used as 0.attn.to_q.weight, 1.attn"):
+    with pytest.raises(wc.WeightError, match="tied.*0.attn.to_q.weight, 1.attn"):
         wc.init_(model, "conditioned", sites=wc.find_attention(model)[:1])
     model[0].attn.to_k.weight = model[0].attn.to_q.weight
     with pytest.raises(wc.WeightError, match="tied"):
