@@ -147,14 +147,3 @@ def test_a_model_built_on_the_meta_device(name, tmp_path):
     assert loss_of(plain).item() == pytest.approx(found["loss"], rel=1e-5)
     for site in wc.find_attention(plain):
         assert torch.linalg.cond(site.q.read()).max() < 1.001
-
-
-def test_meta_then_memory_on_one_process():
-    with torch.device("meta"):
-        model = gpt2()
-    with pytest.raises(wc.WeightError, match="meta device"):
-        wc.init_(model, "conditioned")
-    model.to_empty(device="cpu")
-    model.apply(model._init_weights)
-    wc.init_(model, "conditioned")
-    assert torch.linalg.cond(wc.find_attention(model)[0].q.read()).max() < 1.001

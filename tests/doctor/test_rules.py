@@ -152,13 +152,6 @@ def test_blocks_that_drown_their_stream():
     assert "stream" not in kinds(run_remedy(found, "stream", model, batch))
 
 
-def test_blocks_that_drown_patches():
-    model, (images, _) = scale_(healthy_vit(), {"attn.proj": 300}), digits(8)
-    found = wc.diagnose(model, images)
-    assert kinds(found) == ["stream"]
-    assert kinds(run_remedy(found, "stream", model, images)) == []
-
-
 def test_values_at_scale_one_under_a_causal_mask():
     model, batch = healthy_gpt2(), words()
     with pytest.warns(wc.EvidenceWarning):

@@ -20,7 +20,7 @@ from wellcond.attention.sharding import full_tensor, to_local, unwrap
 from wellcond.attention.site import AttentionSite, Block
 from wellcond.attention.slot import conditioning_of
 from wellcond.conditioning.methods import own_logit_gap, per_projection
-from wellcond.doctor.records import MOST_TOKENS, THRESHOLDS, Diagnosis, LayerFacts, NotFinite, TokenFacts
+from wellcond.doctor.records import MOST_TOKENS, THRESHOLDS, Diagnosis, LayerFacts, NotFinite, TokenFacts, defined
 from wellcond.doctor.rules import judge
 from wellcond.doctor.weights import NO_BATCH, spectral_facts
 from wellcond.errors import DiagnosisError
@@ -124,7 +124,7 @@ def examine(
     seen: dict[str, dict[str, Any]] = {}
 
     def keep(one: SiteRecord) -> None:
-        spread = None if one.spread is None else _defined(float(one.spread.mean()))
+        spread = None if one.spread is None else defined(float(one.spread.mean()))
         seen[one.site.name] = {"logit_spread": spread} | _of_tokens(one) | _of_map(one)
 
     layers, watch = embedding_layers(model), FiniteWatch()
@@ -234,7 +234,7 @@ def _kappa(sample: Tensor) -> float | None:
     """Over distinct tokens: without positions in them, the same word gives the same token twice."""
     distinct = torch.unique(sample.detach().float().cpu(), dim=0)
     found = spectrum(distinct, rtol=SINGLE_PRECISION).pseudo_condition_number if len(distinct) > 1 else math.nan
-    return found if math.isfinite(found) else None
+    return defined(found)
 
 
 def _of_embeddings(
@@ -279,8 +279,8 @@ def _of_map(one: SiteRecord) -> dict[str, Any]:
     above = p.triu(1).amax() if square and p.shape[-1] > 1 else torch.tensor(math.nan)
     return {
         "largest_logit": float(largest),
-        "entropy": _defined(statistics.normalised_entropy),
-        "diagonal_mass": _defined(statistics.diagonal_mass),
+        "entropy": defined(statistics.normalised_entropy),
+        "diagonal_mass": defined(statistics.diagonal_mass),
         "causal": bool(above == 0) if square and p.shape[-1] > 1 else None,
         "collapsed_heads": _collapsed(p, several),
     }
@@ -290,10 +290,6 @@ def _collapsed(p: Tensor, several: Tensor) -> tuple[int, ...]:
     counted = several.sum((0, 2))
     mass = (p.amax(-1) * several).sum((0, 2)) / counted.clamp_min(1)
     return tuple(((mass >= THRESHOLDS["dead-heads"]) & (counted > 0)).nonzero().flatten().tolist())
-
-
-def _defined(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 # Weights
@@ -353,8 +349,8 @@ def _shares(site: AttentionSite, block: Block | None) -> dict[str, Any]:
     fields: dict[str, Any] = {"scales_itself": block.scales_itself}
     if block.stream is not None and bool(block.stream):
         stream, added = float(block.stream), block.attention.get(site.name)
-        fields["attention_share"] = None if added is None else _defined(float(added) / stream)
-        fields["mlp_share"] = None if block.mlp_added is None else _defined(float(block.mlp_added) / stream)
+        fields["attention_share"] = None if added is None else defined(float(added) / stream)
+        fields["mlp_share"] = None if block.mlp_added is None else defined(float(block.mlp_added) / stream)
     return fields
 
 
@@ -365,7 +361,7 @@ def _saturation(site: AttentionSite, correction: dict[str, Any] | None, num_toke
     if not (site.q.is_corrected and site.k.is_corrected):
         return None
     gap = own_logit_gap(site, per_projection(correction["lam"]))
-    return None if gap is None else _defined(gap / (math.log(num_tokens) + 5))
+    return None if gap is None else defined(gap / (math.log(num_tokens) + 5))
 
 
 # Numbers that are not finite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,6 +49,16 @@ def count(number: int, what: str) -> str:
         ('1 head', '2 heads')
     """
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def shorten(name: str, room: int) -> str:
+    """The end of a name, which tells most."""
+    return name if len(name) <= room else f"..{name[-(room - 2) :]}"
+
+
+def defined(number: float) -> float | None:
+    """A number, or None for one that is not finite."""
+    return number if math.isfinite(number) else None
 
 
 @dataclass(frozen=True, kw_only=True)

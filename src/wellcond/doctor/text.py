@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Collection
 
-from wellcond.doctor.records import SEVERITIES, Diagnosis, Finding, LayerFacts, count
+from wellcond.doctor.records import SEVERITIES, Diagnosis, Finding, LayerFacts, count, shorten
 from wellcond.pages import environment
 
 COLUMNS: dict[str, str] = {
@@ -125,7 +125,7 @@ def _table(diagnosis: Diagnosis, width: int) -> str:
         if width - sum(size + 2 for size in widths.values()) < NARROWEST and title in shown:
             del shown[title], widths[title]
     room = max(NARROWEST, width - sum(size + 2 for size in widths.values()))
-    names = [_shorten(layer.name or "(model)", room) for layer in diagnosis.layers]
+    names = [shorten(layer.name or "(model)", room) for layer in diagnosis.layers]
     first = max(len("layer"), *map(len, names))
 
     def line(name: str, cells: list[str]) -> str:
@@ -159,11 +159,6 @@ def show_number(number: float | None) -> str:
     if number is None or math.isnan(number):
         return "-"
     return f"{number:.3f}" if abs(number) < 0.9995 else f"{number:#.3g}".removesuffix(".")
-
-
-def _shorten(name: str, room: int) -> str:
-    """The end of a name tells most."""
-    return name if len(name) <= room else f"..{name[-(room - 2) :]}"
 
 
 def render_diagnosis(diagnosis: Diagnosis) -> str:

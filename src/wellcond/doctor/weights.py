@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import unwrap
 from wellcond.attention.site import AttentionSite
+from wellcond.doctor.records import defined, shorten
 from wellcond.errors import DiagnosisError
 from wellcond.linalg.circuits import circuit_numbers, gram_matrices
 from wellcond.measurement.records import make_frame
@@ -28,9 +29,9 @@ def spectral_facts(site: AttentionSite) -> dict[str, Any]:
     ranks = torch.stack([numbers[f"rank_{role}"] for role in site.slots])
     return {
         "kappa_weights": max((kappa for kappa in kappas if not math.isnan(kappa)), default=None),
-        "effective_rank": _known(float(ranks.min())),
-        "sec_qk": _known(float(numbers["sec_qk"].max())),
-        "sec_ov": _known(float(numbers["sec_ov"].max())),
+        "effective_rank": defined(float(ranks.min())),
+        "sec_qk": defined(float(numbers["sec_qk"].max())),
+        "sec_ov": defined(float(numbers["sec_ov"].max())),
     }
 
 
@@ -39,10 +40,6 @@ def head_numbers(site: AttentionSite) -> dict[str, Tensor]:
     """Numbers of every query head of a layer (`wellcond.linalg.circuits`)."""
     grams = gram_matrices({role: slot.read() for role, slot in site.slots.items()})
     return circuit_numbers({role: gram.cpu() for role, gram in grams.items()}, site.num_heads)
-
-
-def _known(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +89,7 @@ class WeightComparison:
         for name in layers:
             inside = [one for one in self.heads if one.layer == name]
             worst = max(inside, key=lambda one: max(_number(one.change_qk), _number(one.change_ov)))
-            short = name if len(name) <= room else f"..{name[-(room - 2) :]}"
+            short = shorten(name, room)
             pairs = "  ".join(_arrow(pair) for pair in (worst.sec_qk, worst.rank_qk, worst.sigma_max_qk))
             changes = f"{_short(worst.change_qk):>5}  {_short(worst.change_ov):>5}"
             lines.append(f"{short or '(model)':<{room}}  {worst.head:>4}  {changes}  {pairs}".rstrip())

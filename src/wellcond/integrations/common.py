@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from wellcond.arguments import CORRECTIONS, INITIALISATIONS
-from wellcond.attention.slot import settings_of
+from wellcond.attention.slot import roots_in
 from wellcond.conditioning.apply import condition_
 from wellcond.conditioning.methods import make_method
 from wellcond.errors import UnknownChoiceError
@@ -111,8 +111,7 @@ def without_batch(init: Choice | None) -> Choice | None:
 
 def conditionings(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Settings of every conditioned part of a model by its name, which is empty for the model itself."""
-    found = ((name, settings_of(module)) for name, module in model.named_modules())
-    return {name: settings for name, settings in found if settings is not None}
+    return {name: settings for name, _, settings in roots_in(model)}
 
 
 # -- a batch to measure with
