@@ -12,12 +12,24 @@ import torch.multiprocessing
 
 from patience import PATIENCE
 
+IMPORTED = [
+    "timm",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "wellcond.measurement.tracker",
+]
+
 
 class _Pair:
     """Two processes that form a group and work until this one ends: to start them takes longer than most cases."""
 
     def __init__(self, folder):
-        context = torch.multiprocessing.get_context("spawn")
+        # Both are forked from a server that has imported, which takes longer than most cases do.
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         self.connections, self.processes = [], []
         # A process that is killed by a signal prints where it was.
         with mock.patch.dict(os.environ, {"PYTHONFAULTHANDLER": "1"}):
