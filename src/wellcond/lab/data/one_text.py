@@ -62,7 +62,7 @@ def _from_id(config: OneTextConfig) -> str:
         options = {} if config.revision is None else {"revision": config.revision}
         with opened(str(config.id), **options) as found:
             return "".join(text for split in _ordered(found) for text in _column(found[split], config))
-    parts = []
+    parts: list[str] = []
     for split in _ordered(splits):
         plain = all(suffix_of(file) == ".txt" and file.suffix == ".txt" for file in splits[split])
         parts += map(_read, splits[split]) if plain else _column(read_table(splits[split]).data, config)
