@@ -173,5 +173,6 @@ def test_recipes_that_are_not_of_the_papers_size_are_scale_true():
         recipe, _ = load_recipe(name, scale=scale)
         assert scale != "paper" or recipe.proxy is None
         if scale != "paper" and recipe.proxy is None:
-            without.add(recipe.model.name)
-    assert without == {"wellcond:long_range", "wellcond:nanogpt"}  # of the published width
+            without.add(name)
+    arena = {name for name in without if name.startswith("lra-")}  # the published width, drawn by fan
+    assert without - arena == {"gpt2-shakespeare", "pets-vit-t"}  # as large as what they are compared with

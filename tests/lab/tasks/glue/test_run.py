@@ -80,7 +80,7 @@ def test_fine_tuning_is_that_of_crammed_bert(pretrained, monkeypatch, scale, rat
         "weight_decay": 0.0,
         "qk_lr_factor": 1.0,
     }
-    assert json.loads(json.dumps(config["optimizer"])) == optimizer
+    assert optimizer.items() <= json.loads(json.dumps(config["optimizer"])).items()
     assert config["schedule"]["name"] == "cosine" and config["schedule"]["warmup"]["epochs"] == pytest.approx(
         epochs / 10
     )
