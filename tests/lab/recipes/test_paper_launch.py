@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 PAPER = [name.removeprefix("paper/") for name in shipped_recipes() if name.startswith("paper/")]
 SHORT = (
-    "training={length: {steps: 12}, batch_size: 4, accumulate: 1, workers: 2, threads: 1, log_every: 1}",
+    "training={length: {steps: 12}, batch_size: 4, accumulate: 1, workers: 2, threads: 1, log_every: 1, "
+    "diverged_above: null}",
     "evaluation={every: {steps: 100}, batch_size: 2, samples: 4}",
     "checkpoint={every: {steps: 100}}",
     "tracking={weights_every: null, jacobian_points: 0}",
@@ -29,7 +30,7 @@ SHORT = (
     "precision.compile=null",
 )
 QUICK = ("vit", "swin", "xcit", "gpt2-tinystories", "lra-listops")
-"""Of each kind one: all of them take hours on a CPU, `-k NAME` runs another."""
+"""Of each kind one: all of them take hours on a CPU."""
 
 
 def photos(folder, size):
