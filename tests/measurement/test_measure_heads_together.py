@@ -53,7 +53,7 @@ OPTIONS = ({}, {"samples": 2, "combine": "stack"}, {"biases": True}, {"jacobian"
 TOGETHER = [(vit, options) for options in OPTIONS] + [(gpt2, {"samples": 2}), (llama, {"heads": [1, 0]})]
 
 
-@pytest.mark.parametrize("build, options", TOGETHER, ids=str)
+@pytest.mark.parametrize("build, options", TOGETHER, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_report_is_that_of_heads_measured_one_by_one(build, options, monkeypatch):
     batch = IMAGES if build is vit else TOKENS
     torch.manual_seed(0)
