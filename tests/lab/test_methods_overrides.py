@@ -55,7 +55,7 @@ def test_overrides_are_in_the_recipe_of_the_job_and_nowhere_else():
 def test_another_kind_of_optimiser_keeps_the_fields():
     recipe = make_recipe(optimizer={"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "betas": [0.8, 0.9]})
     changed = override_recipe(recipe, method("default+set(optimizer.name=muon, optimizer.eps=0.5)")).optimizer
-    kept = {"lr": 1e-3, "betas": (0.8, 0.9), "weight_decay": 0.1, "qk_lr_factor": 1.0}
+    kept = {"lr": 1e-3, "betas": (0.8, 0.9), "weight_decay": 0.1, "qk_lr_factor": 1.0, "fused": False}
     assert changed.model_dump(exclude_none=True) == {"name": "muon", "eps": 0.5, "heads": "fused"} | kept
 
 

@@ -311,7 +311,7 @@ def _send_to_service(name: str, alarm: Alarm) -> None:
 LEVELS = {"fault": "ERROR", "warning": "WARN", "note": "INFO"}
 """Names of a service for severities."""
 SERVICES = ("trackio", "wandb")
-SINKS: dict[str, Sink] = {"log": _log} | {name: partial(_send_to_service, name) for name in SERVICES}
+SINKS: dict[str, Sink] = {"log": _log, **{name: partial(_send_to_service, name) for name in SERVICES}}
 
 
 # What rules are made of

@@ -60,6 +60,9 @@ class Tables:
     def __len__(self) -> int:
         return self._in_file + len(self._recent)
 
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[at] for at in range(len(self)))
+
     def __getitem__(self, at: int) -> np.ndarray:
         if not 0 <= at < len(self):
             raise IndexError(at)

@@ -6,7 +6,7 @@ Names are those of nanoGPT; the output layer is the table of tokens itself, so t
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
@@ -117,7 +117,7 @@ class NanoGPT(nn.Module):
                 f"this model takes sequences of at most {self.options.context} tokens, found {length}; set "
                 "task.context or model.arguments.context"
             )
-        parts = self.transformer
+        parts: Any = self.transformer
         positions = torch.arange(length, device=input_ids.device)
         tokens = parts["drop"](parts["wte"](input_ids) + parts["wpe"](positions))
         for block in parts["h"]:

@@ -105,7 +105,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(blocks.values())
 
 
-def recompute_(model: nn.Module) -> None:
+def recompute_(model: Any) -> None:
     """Let the blocks of a model compute their activations again for the backward pass, as its library does that."""
     if hasattr(model, "set_grad_checkpointing"):
         model.set_grad_checkpointing()
