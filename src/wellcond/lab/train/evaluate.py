@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
 from wellcond.attention.find import find_attention
-from wellcond.attention.sharding import reshard_, unwrap
+from wellcond.attention.sharding import is_sharded, reshard_, unwrap
 from wellcond.errors import RecipeError, WellcondError
 from wellcond.integrations.common import Summaries, summarise
 from wellcond.jacobian.problem import show_seconds
@@ -137,6 +137,7 @@ class ConditioningLog:
                 f"of {num_steps} steps; give a longer interval"
             )
         self._tracker: ConditionTracker | None = None
+        self._sharded = False
         self._model: nn.Module = nn.Identity()
         self._layers: dict[str, int] = {}
         """Names of all layers that are measured, in the order of the model."""
@@ -156,7 +157,8 @@ class ConditioningLog:
         if isinstance(settings.heads, tuple) and min(settings.heads) >= most:
             raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {settings.heads}")
         self._layers = {site.name: number for number, site in enumerate(sites)}
-        if not self.accelerator.is_fsdp2:
+        self._sharded = is_sharded(self._model)
+        if not self._sharded:
             sites = sites[self.accelerator.process_index :: self.accelerator.num_processes]
         wanted = settings.heads or (0,)
         if not any(wanted == "all" or min(wanted) < site.num_kv_heads for site in sites):
@@ -205,7 +207,7 @@ class ConditioningLog:
         if self._tracker is None:
             return [], None
         self._tracker.num_steps = step
-        with contextlib.nullcontext() if self.accelerator.is_fsdp2 else without_mixed_precision(self._model):
+        with contextlib.nullcontext() if self._sharded else without_mixed_precision(self._model):
             points = self._tracker.measure_now(jacobian=jacobian, within=within)
         return points, self._tracker.refused_seconds
 
@@ -213,7 +215,7 @@ class ConditioningLog:
         self, measure: Callable[[], tuple[list[TrackPoint], float | None]]
     ) -> tuple[list[TrackPoint], float | None]:
         """What the ranks measure together; where one refuses Jacobians, no point has any."""
-        if self.accelerator.num_processes == 1 or self.accelerator.is_fsdp2:
+        if self.accelerator.num_processes == 1 or self._sharded:
             return measure()
         from accelerate.utils import gather_object
 
