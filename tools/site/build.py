@@ -157,7 +157,7 @@ def notebook_page(path: Path) -> str:
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            parts.append(lead_links(source, path))
             continue
         parts.append(f"~~~~~~ python\n{source}\n~~~~~~")
         for output in cell["outputs"]:

@@ -16,7 +16,7 @@ from wellcond.lab.records import Comparison, check_stays_inside, leaves_of, load
 from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_findings
 from wellcond.lab.report.draw import NUM_COLOURS, draw_panels, draw_static
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
-from wellcond.lab.report.heads import MonitoredRun, find_heads
+from wellcond.lab.report.heads import FILE, MonitoredRun, find_heads
 from wellcond.lab.report.samples import detections_markdown, find_pictures, find_samples, samples_markdown
 from wellcond.lab.report.table import (
     Table,
@@ -70,7 +70,8 @@ def gather(analysis: Analysis, *, figures: bool = True) -> Content:
         tables, figure = [*tables, tuning_table(tuning)], tuning_figure(comparison, tuning).drawable()
         drawn = [figure, *drawn] if figure.panels else drawn  # nothing to draw where every run of the search diverged
     samples, pictures = find_samples(comparison), find_pictures(comparison)
-    heads = find_heads(comparison) if figures else []
+    is_monitored = any((run.folder / FILE).is_file() for run in comparison.runs)
+    heads = find_heads(comparison) if figures and is_monitored else []
     return Content(analysis, tables, provenance_table(comparison), drawn if figures else None, samples, pictures, heads)
 
 
