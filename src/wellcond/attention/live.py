@@ -183,14 +183,16 @@ class LiveCall:
 @lru_cache(maxsize=64)
 def _evenly_spaced(size: int, device: torch.device) -> Tensor:
     count = SAMPLED
-    if size <= count:
-        return torch.arange(size, device=device)
-    return torch.arange(count, device=device) * (size - 1) // (count - 1)
+    with torch.inference_mode(False):  # kept: what inference makes cannot be used in training
+        if size <= count:
+            return torch.arange(size, device=device)
+        return torch.arange(count, device=device) * (size - 1) // (count - 1)
 
 
 @lru_cache(maxsize=64)
 def _visible_keys(tokens: int, keys: int, shift: int, device: torch.device) -> Tensor:
-    return (torch.arange(1, tokens + 1, device=device) + shift).clamp(0, keys)
+    with torch.inference_mode(False):
+        return (torch.arange(1, tokens + 1, device=device) + shift).clamp(0, keys)
 
 
 class LiveKernels(KernelWatch):
