@@ -265,7 +265,12 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
         yield model
     finally:
         with torch.inference_mode(False):
-            restore()
+            try:
+                restore()
+            except BaseException:
+                if not list(roots_in(model)):  # an interrupt before it began: the model is still plain
+                    restore()
+                raise
 
 
 def _fold_(model: nn.Module, *, for_now: bool = False) -> Callable[[], None]:

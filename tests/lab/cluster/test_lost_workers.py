@@ -65,7 +65,7 @@ def test_the_run_of_a_killed_machine_is_resumed_on_another(cluster, here, hold, 
     assert_resumed(tmp_path, the_lost(errors))
     assert_same_comparison(tmp_path, here)
     # what Ray has to say of its dead stays out of what we print
-    assert len(errors.splitlines()) == 3 and len(output.splitlines()) == 1, (output, errors)
+    assert len(errors.splitlines()) == 3 and len(output.splitlines()) == 2, (output, errors)
 
 
 @pytest.mark.slow
