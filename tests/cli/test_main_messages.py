@@ -18,7 +18,7 @@ GOLDEN = Path(__file__).with_name("messages.txt")
 PROGRAM = """
 import contextlib, io, json, sys
 from wellcond.cli.main import main
-told = []
+printed = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["wellcond", *arguments]
     err = io.StringIO()
@@ -26,8 +26,8 @@ for arguments in json.loads(sys.argv[1]):
         try: main()
         except SystemExit as end: code = end.code
     loaded = [name for name in ("torch", "timm", "transformers", "numpy", "scipy") if name in sys.modules]
-    told.append((code, loaded, err.getvalue()))
-print(json.dumps(told))
+    printed.append((code, loaded, err.getvalue()))
+print(json.dumps(printed))
 """
 
 
@@ -54,30 +54,30 @@ def early(place):
 
 
 @pytest.mark.parametrize("command", EARLY)
-def test_mistakes_are_told_before_torch_is_loaded(early, command):
-    code, loaded, told = early[command]
+def test_mistakes_are_reported_before_torch_is_loaded(early, command):
+    code, loaded, printed = early[command]
     assert code == 2 and not {"torch", "timm", "transformers"} & set(loaded)
-    compare(command, told)
+    compare(command, printed)
 
 
 @pytest.mark.parametrize("command", LATE)
-def test_mistakes_are_told_in_one_message(place, monkeypatch, capsys, command):
+def test_mistakes_are_reported_in_one_message(place, monkeypatch, capsys, command):
     from wellcond.cli.main import main
 
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     with pytest.raises(SystemExit) as end:
         main()
-    out, told = capsys.readouterr()
+    out, printed = capsys.readouterr()
     assert end.value.code == 2 and not out and not list(place.iterdir())
-    compare(command, told)
+    compare(command, printed)
 
 
-def compare(command, told):
+def compare(command, printed):
     # Lists that grow with every recipe and method, or with another library, are no part of the message.
-    told = re.sub(r"one of ('[^']*', ){5,}'[^']*'", "one of ...", told)
-    told = re.sub(r"(Similar( names)?|Classes in the model): .*", r"\1: ...", told)
-    found, expected = told.rstrip("\n"), (EARLY | LATE)[command]
+    printed = re.sub(r"one of ('[^']*', ){5,}'[^']*'", "one of ...", printed)
+    printed = re.sub(r"(Similar( names)?|Classes in the model): .*", r"\1: ...", printed)
+    found, expected = printed.rstrip("\n"), (EARLY | LATE)[command]
     if "WELLCOND_RENEW" in os.environ:
         text = GOLDEN.read_text("utf-8")
         GOLDEN.write_text(text.replace(f"$ {command}\n{expected}\n", f"$ {command}\n{found}\n"), "utf-8")

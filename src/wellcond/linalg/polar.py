@@ -129,8 +129,8 @@ def _factor(work: Tensor, keep: float, share: float, accuracy: Accuracy) -> Tens
     scaled = gram / (HEADROOM * largest_eigenvalue(gram))
     steps = schedule(accuracy.smallest)
     wide_steps, narrow_steps = steps[: accuracy.num_wide_steps], steps[accuracy.num_wide_steps :]
-    root, scaled = _inverse_root(scaled, wide_steps)
-    rest, _ = _inverse_root(scaled.float(), narrow_steps, is_last=True)
+    root, scaled = inverse_root(scaled, wide_steps)
+    rest, _ = inverse_root(scaled.float(), narrow_steps, is_last=True)
     assert rest is not None
     # sigma_1 G^(-1/2) = (G / (HEADROOM sigma_1^2))^(-1/2) / sqrt(HEADROOM)
     share /= math.sqrt(HEADROOM)
@@ -158,7 +158,7 @@ def largest_eigenvalue(gram: Tensor) -> Tensor:
     return _norm(torch.bmm(power, narrow)) * norm
 
 
-def _inverse_root(scaled: Tensor, steps: tuple[Quintic, ...], is_last: bool = False) -> tuple[Tensor | None, Tensor]:
+def inverse_root(scaled: Tensor, steps: tuple[Quintic, ...], is_last: bool = False) -> tuple[Tensor | None, Tensor]:
     """The product of all q_k(G_k), None for no steps, and what is left of G: `scaled`^(-1/2) and I at the end."""
     eye, _ = _constants(scaled.shape[-1], scaled.shape[-1], scaled.dtype, scaled.device)
     root: Tensor | None = None

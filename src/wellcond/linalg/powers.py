@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from wellcond.linalg.polar import HEADROOM, TINY, _inverse_root, largest_eigenvalue, schedule
+from wellcond.linalg.polar import HEADROOM, TINY, inverse_root, largest_eigenvalue, schedule
 from wellcond.linalg.spectrum import has_float64
 from wellcond.private import constant_when_compiled
 
@@ -44,7 +44,7 @@ def with_power(weights: Tensor, eps: float) -> Tensor:
         floor = FLOOR[wide]
         root = (gram / (HEADROOM * largest_eigenvalue(gram)) + floor * eye) / (1 + floor)
         for number in range(ROOTS):
-            inverse, _ = _inverse_root(root, schedule(math.sqrt(floor)))
+            inverse, _ = inverse_root(root, schedule(math.sqrt(floor)))
             assert inverse is not None
             if number == 0 and eps < 0.5:
                 work = torch.bmm(inverse, work)  # the polar factor, times sigma_1

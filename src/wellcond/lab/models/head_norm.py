@@ -85,7 +85,7 @@ def _normalised(heads: Tensor, axis: int, gain: Tensor | None) -> Tensor:
 
 
 def add_head_norm_(sites: list[AttentionSite], *, gain: bool = False) -> None:
-    """Normalise the queries and keys of attentions from now on, in place, with or without a learned gain.
+    """Normalise the queries and keys of all attention layers from now on, in place, with or without a learned gain.
 
     Raises: UnsupportedLayoutError, with nothing changed, for an attention that has a norm of single queries and keys
         already, or whose projections are not modules of their own.

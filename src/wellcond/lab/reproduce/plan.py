@@ -91,7 +91,7 @@ def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
         raise RecipeError(f"--methods: expected some of {', '.join(known)}, found {unknown[0]!r}")
     wanted = {"default", *(known if options.methods is None else options.methods)}
     asked: dict[tuple[str, str], list[str]] = {}
-    rows_left_out = {name for name, row in entry.all_rows.items() if row.scales and scale not in row.scales}
+    rows_left_out = [name for name, row in entry.all_rows.items() if row.scales and scale not in row.scales]
     left_out = [f"{name}: not run at scale {scale}" for name in rows_left_out]
     for title, source in entry.columns.items():
         settings = catalogue().studies[source.study].at(scale)

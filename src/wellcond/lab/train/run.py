@@ -199,7 +199,7 @@ class Session:
         return engine
 
     def _begin_tracking(self, step: int) -> None:
-        """Start trackers under names by which runs are told apart; a resumed run goes on with its own curve."""
+        """Start trackers under a name of its own for each run; a resumed run goes on with its own curve."""
         job = self.job
         group = f"{job.recipe.name}-{job.recipe.scale}"
         self.accelerator.init_trackers(
