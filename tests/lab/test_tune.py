@@ -189,6 +189,18 @@ def test_a_second_search_keeps_the_methods_of_the_first(tmp_path):
         plan(tmp_path, "default", "optimizer.lr=3e-3,1e-2", seeds=(5, 6)).check()
 
 
+def test_a_search_goes_on_from_its_record_where_settings_and_seeds_are_the_same(tmp_path):
+    first, stages = searched(plan(tmp_path, "default,gaussian", "optimizer.lr=1e-4,1e-3,1e-2"), peak(0.1))
+    assert len(stages) == 3  # the grid grew twice
+    again, stages = searched(plan(tmp_path, "default,balanced", "optimizer.lr=1e-4,1e-3,1e-2"), peak(0.1))
+    assert {label.split(",")[0] for stage in stages for label, _ in stage} == {"balanced"}
+    assert again[0].describe() == first[0].describe()
+
+    other = plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3,1e-2", training={"length": {"steps": 7}})
+    _, stages = searched(other, peak(3e-2))
+    assert len(stages[0]) == 6  # of other settings: nothing is taken from the record
+
+
 def test_a_changed_record_is_refused(tmp_path):
     searched(plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3,1e-2"), peak(1e-3))
     path = tmp_path / "tuning.json"

@@ -203,10 +203,18 @@ def search(plan: SearchPlan, run: Callable[[list[Job]], Outcome]) -> tuple[list[
     its outcome.
     """
     searches = [MethodSearch(plan, method) for method in plan.methods]
-    while new := [(found, values) for found in searches for values in found.missing]:
+    metric, recorded = recorded_points(plan)
+    while missing := [(found, values) for found in searches for values in found.missing]:
+        new = []
+        for found, values in missing:
+            if point := recorded.get((found.method.canonical(), frozenset(values.items()))):
+                found.tried.append(point)
+                found.metric = metric
+            else:
+                new.append((found, values))
         # Runs of a seed share their data.
         jobs = [found.job(values, seed) for seed in plan.seeds for found, values in new]
-        outcome = run(jobs)
+        outcome = run(jobs) if jobs else Outcome()
         if outcome.interrupted or outcome.failures:
             return searches, outcome
         records = {(record["method"], record["seed"]): record for record in outcome.records}
@@ -217,6 +225,25 @@ def search(plan: SearchPlan, run: Callable[[list[Job]], Outcome]) -> tuple[list[
         for found in searches:
             found.grow()
     return searches, None
+
+
+def recorded_points(
+    plan: SearchPlan,
+) -> tuple[Metric | None, dict[tuple[str, frozenset[tuple[str, float]]], TunedPoint]]:
+    """Metric and points of tuning.json by method and values, if its search had these settings and seeds.
+
+    A comparison that was unpacked from a file without the runs of its search goes on from them.
+    """
+    former = read_tuning(plan.folder)
+    if former is None or former.get("settings_hash") != settings_hash(plan.recipe):
+        return None, {}
+    points = {
+        (row["canonical"], frozenset(point.values.items())): point
+        for row in former["methods"]
+        for point in map(TunedPoint.of, row["points"])
+        if set(point.scores) == {str(seed) for seed in plan.seeds}
+    }
+    return Metric.of(former["metric"]), points
 
 
 def write_tuning(plan: SearchPlan, searches: Sequence[MethodSearch]) -> None:
