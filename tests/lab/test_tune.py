@@ -196,7 +196,7 @@ def test_a_search_goes_on_from_its_record_where_settings_and_seeds_are_the_same(
     assert {label.split(",")[0] for stage in stages for label, _ in stage} == {"balanced"}
     assert again[0].describe() == first[0].describe()
 
-    other = plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3,1e-2", training={"length": {"steps": 7}})
+    other = plan(tmp_path, "default", "optimizer.lr=1e-4,1e-3,1e-2", training={"length": {"steps": 7}, "batch_size": 4})
     _, stages = searched(other, peak(3e-2))
     assert len(stages[0]) == 6  # of other settings: nothing is taken from the record
 
