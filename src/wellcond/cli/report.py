@@ -119,10 +119,10 @@ def reproduce(
     from wellcond.errors import RunRecordError
     from wellcond.lab.comparison import training_in
     from wellcond.lab.methods import parse_methods
-    from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
+    from wellcond.lab.reproduce.compare_with_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.launch import check_data, launch_table, place_data, probe_plan
     from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
-    from wellcond.lab.reproduce.stored import Collection
+    from wellcond.lab.reproduce.studies import Collection
 
     home = folder or Path("reproduce") / scale
     if entry is None:

@@ -9,10 +9,10 @@ import pytest
 
 from wellcond.errors import UnknownChoiceError
 from wellcond.lab.records import setting_differences
-from wellcond.lab.reproduce.beside_paper import build_figures, outcome_tables
 from wellcond.lab.reproduce.catalogue import SCALES, catalogue, find_entry
+from wellcond.lab.reproduce.compare_with_paper import build_figures, outcome_tables
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
-from wellcond.lab.reproduce.stored import Collection, find_study, study_name
+from wellcond.lab.reproduce.studies import Collection, find_study, study_name
 from wellcond.lab.tasks.glue import NAMES
 
 ABLATIONS = "lambda norm thm partial out vscale cost match scale vlayout gran mimetic roles qknorm ws".split()

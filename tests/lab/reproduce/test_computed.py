@@ -15,11 +15,11 @@ from wellcond.cli.main import main
 from wellcond.errors import RunError
 from wellcond.lab.plan import write_comparison
 from wellcond.lab.pool import run_jobs
-from wellcond.lab.reproduce.beside_paper import _averaged, outcome_tables, write_outcome
 from wellcond.lab.reproduce.catalogue import Entry, catalogue, find_entry
+from wellcond.lab.reproduce.compare_with_paper import _averaged, outcome_tables, write_outcome
 from wellcond.lab.reproduce.computed import SIZES, count
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
-from wellcond.lab.reproduce.stored import Collection, find_study, may_be_paired
+from wellcond.lab.reproduce.studies import Collection, find_study, may_be_paired
 from wellcond.lab.train import glue
 
 RESULTS = Path(__file__).parents[3] / "results"

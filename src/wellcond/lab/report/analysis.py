@@ -11,7 +11,7 @@ import numpy as np
 
 from wellcond.lab.records import ARITHMETIC, MEASURED, Comparison, Run
 from wellcond.lab.report import statistics
-from wellcond.lab.report.match import Matching, match_methods, match_unit
+from wellcond.lab.report.epochs_to_match import Matching, match_methods, match_unit
 from wellcond.lab.report.table import MISSING, Cell, finite_mean, number, show_seeds
 
 SATURATED = 0.05

@@ -11,7 +11,7 @@ import numpy as np
 
 from wellcond.lab.records import ARITHMETIC, ROLES, Rows, Run
 from wellcond.lab.report.analysis import Analysis, HeadTable
-from wellcond.lab.report.match import Matching
+from wellcond.lab.report.epochs_to_match import Matching
 from wellcond.lab.report.table import csv_text, number
 
 COLUMNS = ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")

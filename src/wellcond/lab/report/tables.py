@@ -7,7 +7,7 @@ from typing import Any
 
 from wellcond.lab.records import KAPPAS, Comparison, Metric
 from wellcond.lab.report.analysis import Analysis, seconds_per_step, step_ratios
-from wellcond.lab.report.match import SMOOTH, match_method, show_match
+from wellcond.lab.report.epochs_to_match import SMOOTH, match_method, show_match
 from wellcond.lab.report.statistics import Summary, interval_cell, show_p, smallest_detectable, summarise_logs
 from wellcond.lab.report.table import MISSING, Cell, Row, Table, Values, finite_mean, number, show_known, show_share
 

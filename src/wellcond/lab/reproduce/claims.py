@@ -14,11 +14,11 @@ import numpy as np
 from wellcond.lab.records import Metric
 from wellcond.lab.report import statistics
 from wellcond.lab.report.analysis import Analysis
-from wellcond.lab.report.match import FEWEST_FOR_EXACT, Matching
+from wellcond.lab.report.epochs_to_match import FEWEST_FOR_EXACT, Matching
 from wellcond.lab.report.statistics import ALPHA, PairedDifference, judge
 from wellcond.lab.report.table import show_seeds
 from wellcond.lab.reproduce.catalogue import catalogue, read_paper_file
-from wellcond.lab.reproduce.stored import StoredStudy, find_study, what_ran, what_was_built
+from wellcond.lab.reproduce.studies import StoredStudy, find_study, what_ran, what_was_built
 from wellcond.lab.settings import Settings
 
 OTHERS = ("proved", "needs")

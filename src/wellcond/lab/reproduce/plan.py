@@ -15,7 +15,7 @@ from wellcond.lab.recipe import Recipe
 from wellcond.lab.records import COMPLETE
 from wellcond.lab.report.table import Cell, Table
 from wellcond.lab.reproduce.catalogue import AtScale, Entry, catalogue
-from wellcond.lab.reproduce.stored import RUNS, study_name
+from wellcond.lab.reproduce.studies import RUNS, study_name
 from wellcond.lab.tasks.glue import NAMES
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunFolder

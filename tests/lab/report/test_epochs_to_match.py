@@ -6,7 +6,7 @@ import pytest
 
 from lab.report.fake_runs import PERPLEXITY, STEPS_PER_EPOCH, FakeMethod, write_comparison
 from wellcond.lab.records import load_comparisons
-from wellcond.lab.report.match import match_method, match_unit, show_match
+from wellcond.lab.report.epochs_to_match import match_method, match_unit, show_match
 
 
 def load(folder, base, other, *, statuses=None, **options):

@@ -11,13 +11,13 @@ from wellcond.files import write_atomically
 from wellcond.lab.records import ROLES, check_stays_inside
 from wellcond.lab.report import figures
 from wellcond.lab.report.draw import draw_static
+from wellcond.lab.report.epochs_to_match import Matching, show_match
 from wellcond.lab.report.glue import AVERAGE, SHOWN
-from wellcond.lab.report.match import Matching, show_match
 from wellcond.lab.report.statistics import NO_PAIRS, PairedDifference, Summary, compare_paired, correct, show_p
 from wellcond.lab.report.table import MISSING, Cell, Table, show, show_known, show_seeds, table_csv, table_markdown
 from wellcond.lab.reproduce.catalogue import READINGS, Entry, Part
 from wellcond.lab.reproduce.computed import static_tables
-from wellcond.lab.reproduce.stored import OWN_METRICS, Collection, StoredStudy, differences_from_paper, may_be_paired
+from wellcond.lab.reproduce.studies import OWN_METRICS, Collection, StoredStudy, differences_from_paper, may_be_paired
 from wellcond.lab.train.run_folder import writing
 
 GAINS = (
