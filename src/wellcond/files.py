@@ -36,6 +36,20 @@ def read_regular(path: str | Path) -> bytes:
         return file.read()
 
 
+def lines_until(path: str | Path, step: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """Lines of a file of JSON, as data and as text, without those of later steps or cut off while they were written.
+
+    Raises: OSError.
+    """
+    for line in read_regular(path).splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and entry.get("step", 0) <= step:
+            yield entry, line.decode("utf-8") + "\n"
+
+
 HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 """This machine, in the names of temporary files: not every shared file system knows of the locks of other machines."""
 LEFTOVER = re.compile(rf"\..*\.{HOST}\.\d+-\d+\.partial", re.DOTALL)

@@ -11,10 +11,9 @@ import wellcond as wc
 from integrations.test_beside import fit_lightning, fit_transformers
 from wellcond.errors import OptionError
 from wellcond.integrations import lightning, transformers
-from wellcond.training.plot import panel_names
-from wellcond.training.series import Series
+from wellcond.training.series import Series, logged_name
 
-LAST = panel_names(Series([("transformer.h.1.attn", 3)], ["entropy"]), "train/")["transformer.h.1.attn"]["entropy"][2]
+LAST = "train/" + logged_name("transformer.h.1.attn", 2, "entropy")
 
 
 def wandb_or_skip(folder, monkeypatch):

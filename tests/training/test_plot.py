@@ -9,7 +9,6 @@ import wellcond as wc
 from training.test_monitor import IMAGES, loss_of, vit
 from wellcond.errors import MonitorError, UnknownChoiceError
 from wellcond.integrations.beside import name_numbers
-from wellcond.training.plot import panel_names, tensorboard_layout
 from wellcond.training.turns import OneHeadAtATime
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -42,13 +41,12 @@ def test_a_map_and_curves(monitor):
 
 def test_panels_name_what_the_callbacks_log(monitor, tmp_path):
     logged = set(name_numbers(monitor.series, 0))
-    named = {name for columns in panel_names(monitor.series).values() for part in columns.values() for name in part}
-    assert named <= logged
-    with SummaryWriter(tmp_path / "board") as writer:
-        writer.add_custom_scalars(tensorboard_layout(monitor.series))
-    assert list((tmp_path / "board").iterdir())
     monitor.write_layout(tmp_path / "panels.json")
     written = json.loads((tmp_path / "panels.json").read_text())
+    assert {name for one in written["wandb"] for panel in one["panels"] for name in panel["y"]} <= logged
+    with SummaryWriter(tmp_path / "board") as writer:
+        writer.add_custom_scalars(written["tensorboard"])
+    assert list((tmp_path / "board").iterdir())
     assert [section["name"] for section in written["wandb"]] == ["heads of blocks.0.attn", "heads of blocks.1.attn"]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,18 @@ def any_rank(holds: bool, tensor: Tensor) -> bool:
 def any_distributed(model: nn.Module) -> bool:
     """Whether some parameter of a model is sharded."""
     return any(is_distributed(parameter) for parameter in model.parameters())
+
+
+def process_number() -> int:
+    """Rank of this process; 0 where there is no other."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def reduce_(tensor: Tensor, operation: Literal["SUM", "MAX"], group: Any = None) -> None:
+    """Sum a tensor, or its largest entries, over all processes of a group; nothing happens where there is one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(tensor, getattr(torch.distributed.ReduceOp, operation), group=group)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -74,8 +74,8 @@ class View:
         from wellcond.training.series import Series
 
         series = Series.read(self.path)
-        for grown in series.replay(self.looked):
-            self.alarms.look(grown)
+        for until in range(self.looked + 1, len(series.steps) + 1):
+            self.alarms.look(series, until)
         self.looked = len(series.steps)
         return show_map(series, self.column, alarms=self.alarms.raised, width=width)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from wellcond.errors import OptionError
 from wellcond.training.alarms import Alarms
 from wellcond.training.clip import QKClip
 from wellcond.training.monitor import AttentionMonitor
-from wellcond.training.series import Series
+from wellcond.training.series import Series, logged_name
 
 FILE = "monitor.jsonl"
 LOGGED = ("max_logit", "entropy", "first_share", "self_share", "attention_share", "sec_qk", "sec_ov", "kappa_q")
@@ -98,22 +98,13 @@ class Beside:
         return [one for one in found if one[1]]
 
 
-def name_numbers(series: Series, at: int, columns: Sequence[str] = LOGGED) -> dict[str, float]:
-    """One reading as names and numbers: ``wellcond.blocks.3.attn/head05.max_logit``, finite ones only.
-
-    Loggers make a group of what stands before the slash, and sort within it.
-
-    Example:
-        >>> import numpy as np
-        >>> series = Series([("attn", 2)], ["max_logit"])
-        >>> series.add(1, np.array([[3.5], [np.nan]]))
-        >>> name_numbers(series, 0)
-        {'wellcond.attn/head00.max_logit': 3.5}
-    """
-    found = {}
-    table, heads = series.tables[at], series.heads
-    for name in (name for name in columns if name in series.columns):
-        for (layer, head), value in zip(heads, table[:, series.columns.index(name)], strict=True):
-            if math.isfinite(value):
-                found[f"wellcond.{layer or 'attention'}/head{head:02d}.{name}"] = float(value)
-    return found
+def name_numbers(series: Series, at: int) -> dict[str, float]:
+    """The finite numbers of one reading, by the names that they have in loggers (`logged_name`)."""
+    [table] = series.readings(at, at + 1)
+    return {
+        logged_name(layer, head, column): float(value)
+        for column in LOGGED
+        if column in series.columns
+        for (layer, head), value in zip(series.heads, table[:, series.columns.index(column)], strict=True)
+        if math.isfinite(value)
+    }

@@ -170,12 +170,10 @@ class Watch:
         found: dict[str, float] = {}
         for monitor in self.monitors:
             series = monitor.series
-            for column in series.columns if series.steps else ():
-                numbers, first = torch.from_numpy(series.column(column, last=1)[0]), 0
-                for name, count in series.layers:
-                    heads = numbers[first : first + count]
-                    first += count
-                    value = float(heads.max() if column == "max_logit" else heads.nanmean())
+            for at, column in enumerate(series.columns if series.steps else ()):
+                numbers = torch.from_numpy(series.readings(len(series.steps) - 1)[0, :, at].copy())
+                for name, part in series.parts:
+                    value = float(numbers[part].max() if column == "max_logit" else numbers[part].nanmean())
                     if not math.isnan(value):
                         found[f"attention/{name}/{column}"] = value
         return found

@@ -46,9 +46,7 @@ def make_map(series: Series, column: str = "max_logit") -> HeadsMap:
     at = int(seen[-1]) if len(seen) else len(values) - 1
     now = values[at] if len(values) else np.full(series.num_heads, math.nan)
     shades = _shades(column, now)
-    ends = np.cumsum([count for _, count in series.layers])
-    parts = [slice(int(end) - count, int(end)) for end, (_, count) in zip(ends, series.layers, strict=True)]
-    rows = [(name, shades[part], now[part]) for (name, _), part in zip(series.layers, parts, strict=True)]
+    rows = [(name, shades[part], now[part]) for name, part in series.parts]
     words = _in_words(series, column, values, at) if len(seen) else f"{column} was not seen in any head yet"
     return HeadsMap(column, series.steps[at] if series.steps else 0, rows, words)
 
@@ -61,9 +59,8 @@ def _shades(column: str, now: np.ndarray) -> np.ndarray:
     low = min(low, 0.0) if column in FULL else low
     share = np.clip((now - low) / (high - low), 0.0, 1.0) if high > low else np.zeros_like(now)
     share = 1.0 - share if column in LOW_IS_BAD and high > low else share
-    return np.where(np.isnan(now), 0, np.where(np.isinf(now), 8, 1 + np.floor(np.nan_to_num(share) * 7.999))).astype(
-        int
-    )
+    shades = 1 + np.floor(np.nan_to_num(share) * 7.999)
+    return np.where(np.isnan(now), 0, np.where(np.isinf(now), 8, shades)).astype(int)
 
 
 def _in_words(series: Series, column: str, values: np.ndarray, at: int) -> str:

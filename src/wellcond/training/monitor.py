@@ -16,13 +16,13 @@ from wellcond.arguments import check_int, check_number
 from wellcond.attention.checks import Chosen, choose_sites
 from wellcond.attention.find import find_attention
 from wellcond.attention.live import LiveCall, LiveHooks
-from wellcond.attention.sharding import is_distributed, local_shard, unwrap
+from wellcond.attention.sharding import is_distributed, local_shard, process_number, unwrap
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import UnknownChoiceError
 from wellcond.linalg.circuits import NUMBERS, circuit_numbers, gram_matrices
 from wellcond.training.alarms import Alarms
 from wellcond.training.columns import CHECK, COLUMNS, TOLERANCE, Column
-from wellcond.training.series import Series, is_first_process
+from wellcond.training.series import Series
 from wellcond.training.turns import JACOBIAN_COLUMNS, OneHeadAtATime
 
 WEIGHT_COLUMNS = (*NUMBERS, "weight_change")
@@ -188,7 +188,7 @@ class AttentionMonitor:
         self._make_buffers()
         self._hooks = LiveHooks(model, self.sites, self._see, self._stream if self._share else None)
         self._armed = False
-        if file is not None and is_first_process():
+        if file is not None and process_number() == 0:
             self.series.write_to(file, keep_until=first_step)
         self._arm()
 

@@ -13,7 +13,7 @@ import numpy as np
 from wellcond.arguments import check_choice
 from wellcond.errors import MonitorError, UnknownChoiceError, needs_extra
 from wellcond.files import write_atomically
-from wellcond.training.series import Series
+from wellcond.training.series import Series, logged_name
 
 KINDS = ("map", "curves")
 PANELS = ("max_logit", "entropy", "first_share", "attention_share", "sec_qk", "kappa_q")
@@ -61,68 +61,40 @@ def _draw_map(ax: Any, series: Series, column: str, values: np.ndarray, rows: np
     ax.figure.colorbar(image, ax=ax, label=f"{column} (grey: not seen or not finite)")
     ticks = np.unique(np.linspace(0, len(shown) - 1, min(len(shown), 8)).round().astype(int))
     ax.set_xticks(ticks, [str(series.steps[int(shown[at])]) for at in ticks])
-    firsts = np.cumsum([0, *(count for _, count in series.layers)])
-    every = math.ceil(len(series.layers) / MOST_LABELS)
-    labels = [(int(first), name) for first, (name, _) in zip(firsts, series.layers, strict=False)][::every]
-    ax.set_yticks([first for first, _ in labels], [name or "(model)" for _, name in labels])
-    for first in firsts[1:-1]:
-        ax.axhline(first - 0.5, color="white", linewidth=0.6)
+    labels = series.parts[:: math.ceil(len(series.layers) / MOST_LABELS)]
+    ax.set_yticks([part.start for _, part in labels], [name or "(model)" for name, _ in labels])
+    for _, part in series.parts[1:]:
+        ax.axhline(part.start - 0.5, color="white", linewidth=0.6)
 
 
 def _draw_curves(ax: Any, series: Series, values: np.ndarray, rows: np.ndarray) -> None:
-    steps, first = [series.steps[int(at)] for at in rows], 0
-    for name, count in series.layers:
-        part = np.where(np.isfinite(values[rows, first : first + count]), values[rows, first : first + count], np.nan)
-        first += count
-        ax.plot(steps, np.fmax.reduce(part, axis=1), label=name or "(model)", linewidth=1.4)
+    steps = [series.steps[int(at)] for at in rows]
+    finite = np.where(np.isfinite(values), values, np.nan)[rows]
+    for name, part in series.parts:
+        ax.plot(steps, np.fmax.reduce(finite[:, part], axis=1), label=name or "(model)", linewidth=1.4)
     if len(series.layers) <= MOST_LABELS:
         ax.legend(fontsize="small")
     ax.grid(alpha=0.3)
 
 
-def panel_names(series: Series, prefix: str = "") -> dict[str, dict[str, list[str]]]:
-    """Names of logged numbers by layer and column, as the callbacks log them, after what a trainer puts before them.
-
-    Example:
-        >>> panel_names(Series([("attn", 2)], ["max_logit"]))
-        {'attn': {'max_logit': ['wellcond.attn/head00.max_logit', 'wellcond.attn/head01.max_logit']}}
-    """
-    shown = [column for column in PANELS if column in series.columns]
-    return {
-        layer or "attention": {
-            column: [f"{prefix}wellcond.{layer or 'attention'}/head{head:02d}.{column}" for head in range(count)]
-            for column in shown
-        }
-        for layer, count in series.layers
-    }
-
-
-def tensorboard_layout(series: Series, prefix: str = "") -> dict[str, dict[str, list[Any]]]:
-    """A chart for each layer and column with a line per head: ``SummaryWriter.add_custom_scalars(layout)``."""
-    return {
-        f"heads of {layer}": {column: ["Multiline", names] for column, names in columns.items()}
-        for layer, columns in panel_names(series, prefix).items()
-    }
-
-
-def wandb_layout(series: Series, prefix: str = "") -> list[dict[str, Any]]:
-    """Sections of line plots, a section for each layer, in plain data: for ``wandb_workspaces`` (see the docs)."""
-    return [
-        {
-            "name": f"heads of {layer}",
-            "panels": [{"title": column, "x": "Step", "y": names} for column, names in columns.items()],
-        }
-        for layer, columns in panel_names(series, prefix).items()
-    ]
-
-
 def write_layout(series: Series, file: str | os.PathLike[str], prefix: str = "") -> None:
-    """Write both layouts to a JSON file, under ``tensorboard`` and ``wandb``.
+    """Write panels as JSON, for each layer and column a chart with a line per head.
+
+    Under ``tensorboard`` is what ``SummaryWriter.add_custom_scalars`` takes, under ``wandb`` sections of line plots in
+    plain data, for ``wandb_workspaces``; `prefix` is what a trainer puts before the names that a callback logs.
 
     Raises: MonitorError if it cannot be written.
     """
-    content = {"tensorboard": tensorboard_layout(series, prefix), "wandb": wandb_layout(series, prefix)}
+    board: dict[str, dict[str, list[Any]]] = {}
+    sections: list[dict[str, Any]] = []
+    for layer, count in series.layers:
+        name = f"heads of {layer or 'attention'}"
+        shown = [column for column in PANELS if column in series.columns]
+        lines = {column: [prefix + logged_name(layer, head, column) for head in range(count)] for column in shown}
+        board[name] = {column: ["Multiline", names] for column, names in lines.items()}
+        panels = [{"title": column, "x": "Step", "y": names} for column, names in lines.items()]
+        sections.append({"name": name, "panels": panels})
     try:
-        write_atomically(Path(file), json.dumps(content, indent=1) + "\n")
+        write_atomically(Path(file), json.dumps({"tensorboard": board, "wandb": sections}, indent=1) + "\n")
     except OSError as error:
         raise MonitorError(f"{file} cannot be written ({error.strerror}); give another file") from error

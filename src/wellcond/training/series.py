@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -10,90 +9,38 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-import torch
 
 from wellcond.arguments import describe
 from wellcond.errors import MonitorError
-from wellcond.files import read_regular, write_atomically
+from wellcond.files import lines_until, read_regular, write_atomically
 from wellcond.measurement.records import make_frame
 from wellcond.version import __version__
 
 KIND = "wellcond monitor"
 SCHEMA = 1
 BYTES_IN_MEMORY = 64 * 2**20
-FEWEST_IN_MEMORY = 256
-"""Readings, more than any rule of an alarm looks back."""
 
 
-class Tables:
-    """Tables of one shape, in the order in which they were added: the last ones in memory, older ones in a file.
-
-    The file is temporary, where Python's `tempfile` puts such files (``TMPDIR``), and ends with the process.
-    """
-
-    def __init__(self) -> None:
-        self._recent: list[np.ndarray] = []
-        self._file: IO[bytes] | None = None
-        self._in_file = 0
-
-    def append(self, table: np.ndarray) -> None:
-        """Add one; of float32, as all are."""
-        self._recent.append(table)
-        if len(self._recent) > 2 * FEWEST_IN_MEMORY and len(self._recent) * table.nbytes > BYTES_IN_MEMORY:
-            self._move_to_file(len(self._recent) // 2)
-
-    def _move_to_file(self, count: int) -> None:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile()
-            weakref.finalize(self, self._file.close)
-        self._file.seek(0, os.SEEK_END)
-        self._file.write(b"".join(table.tobytes() for table in self._recent[:count]))
-        self._recent, self._in_file = self._recent[count:], self._in_file + count
-
-    def last(self, count: int) -> list[np.ndarray]:
-        """The last ones, fewer if there are no more."""
-        return [self[at] for at in range(max(0, len(self) - count), len(self))]
-
-    def __len__(self) -> int:
-        return self._in_file + len(self._recent)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (self[at] for at in range(len(self)))
-
-    def __getitem__(self, at: int) -> np.ndarray:
-        if not 0 <= at < len(self):
-            raise IndexError(at)
-        if at >= self._in_file:
-            return self._recent[at - self._in_file]
-        assert self._file is not None
-        like = self._recent[0]
-        self._file.seek(at * like.nbytes)
-        return np.frombuffer(self._file.read(like.nbytes), like.dtype).reshape(like.shape)
-
-
-@dataclasses.dataclass(eq=False)
 class Series:
     """Numbers of every head over the steps of a training, NaN where one was not seen.
 
-    `values` has the shape (readings, heads of all layers, columns); heads are in the order of the layers.
+    They are float32, as in a file. Up to 64 MB are in memory; more of them are in a temporary file, where Python's
+    `tempfile` puts such files (``TMPDIR``), which ends with the process.
+
+    Args:
+        layers: names of the attention layers, and how many heads each has.
+        columns: names of the numbers of a head.
     """
 
-    layers: list[tuple[str, int]]
-    """Names of the attention layers, and how many heads each has."""
-    columns: list[str]
-    steps: list[int] = dataclasses.field(default_factory=list)
-    tables: Tables = dataclasses.field(default_factory=Tables, repr=False)
-    path: Path | None = None
-
-    @property
-    def values(self) -> np.ndarray:
-        """All readings, (readings, heads, columns)."""
-        if not len(self.tables):
-            return np.empty((0, self.num_heads, len(self.columns)))
-        return np.stack(list(self.tables))
+    def __init__(self, layers: Sequence[tuple[str, int]], columns: Sequence[str]) -> None:
+        self.layers, self.columns = list(layers), list(columns)
+        self.steps: list[int] = []
+        self.path: Path | None = None
+        self._stored = tempfile.SpooledTemporaryFile(BYTES_IN_MEMORY)
+        weakref.finalize(self, self._stored.close)
 
     @property
     def num_heads(self) -> int:
@@ -105,63 +52,68 @@ class Series:
         """Layer and number of every head, in the order of the values."""
         return [(name, head) for name, count in self.layers for head in range(count)]
 
-    def column(self, name: str, last: int | None = None) -> np.ndarray:
-        """One column of all readings, or of the last ones: (readings, heads); NaN if there is no such column."""
-        tables = self.tables if last is None else self.tables.last(last)
-        if name not in self.columns or not len(tables):
-            return np.full((len(tables), self.num_heads), math.nan)
-        at = self.columns.index(name)
-        return np.stack([table[:, at].copy() for table in tables])
+    @property
+    def parts(self) -> list[tuple[str, slice]]:
+        """Every layer, and where its heads are among all."""
+        ends = np.cumsum([count for _, count in self.layers]).tolist()
+        return [(name, slice(end - count, end)) for (name, count), end in zip(self.layers, ends, strict=True)]
+
+    @property
+    def values(self) -> np.ndarray:
+        """All readings, (readings, heads, columns)."""
+        return self.readings(0).copy()
+
+    def readings(self, first: int, until: int | None = None) -> np.ndarray:
+        """Readings from one on, up to another, (readings, heads, columns), not to be written."""
+        count = max(0, (len(self.steps) if until is None else until) - first)
+        size = self.num_heads * len(self.columns) * np.dtype(np.float32).itemsize
+        self._stored.seek(first * size)
+        found = np.frombuffer(self._stored.read(count * size), np.float32)
+        return found.reshape(count, self.num_heads, len(self.columns))
+
+    def column(self, name: str) -> np.ndarray:
+        """One column of all readings, (readings, heads); NaN if there is no such column."""
+        return column_of(self, self.values, name)
 
     def add(self, step: int, table: np.ndarray) -> None:
-        """Add the reading of a step, and write it if there is a file; both keep float32, so that they are the same."""
+        """Add the reading of a step, and write it if there is a file."""
         table = table.astype(np.float32)
         self.steps.append(step)
-        self.tables.append(table)
+        self._stored.seek(0, os.SEEK_END)
+        self._stored.write(table.tobytes())
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as out:
                 out.writelines(line + "\n" for line in self._lines(step, table))
 
-    def replay(self, first: int = 0) -> Iterator[Series]:
-        """One series that grows by a reading at a time, shown after each of them but the first ones."""
-        grown = Series(self.layers, self.columns)
-        for number, (step, table) in enumerate(zip(self.steps, self.tables, strict=True)):
-            grown.steps.append(step)
-            grown.tables.append(table)
-            if number >= first:
-                yield grown
-
     # Files
 
-    def header(self) -> dict[str, Any]:
+    def _header(self) -> dict[str, Any]:
         """The first line of a file: what its numbers are of."""
         layers = [[name, count] for name, count in self.layers]
         return {"kind": KIND, "schema": SCHEMA, "version": __version__, "layers": layers, "columns": self.columns}
 
     def _lines(self, step: int, table: np.ndarray) -> Iterator[str]:
-        first = 0
-        for name, count in self.layers:
-            part = table[first : first + count]
+        for name, part in self.parts:
             numbers = {
-                column: list(map(_plain, part[:, at]))
+                column: list(map(_plain, table[part, at]))
                 for at, column in enumerate(self.columns)
-                if not np.isnan(part[:, at]).all()
+                if not np.isnan(table[part, at]).all()
             }
             yield json.dumps({"step": step, "site": name, **numbers}, ensure_ascii=False, allow_nan=False)
-            first += count
 
     def write_to(self, file: str | os.PathLike[str], *, keep_until: int = 0) -> None:
         """Write further readings to a file; what an interrupted run left in it after a step is removed.
 
         Raises: MonitorError if it cannot be written, or holds what another model left.
         """
-        path = Path(file)
-        text = json.dumps(self.header(), ensure_ascii=False) + "\n"
+        path, header = Path(file), self._header()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if keep_until and path.exists():
-                text = "".join(_lines_until(path, keep_until, self.header()))
-            write_atomically(path, text)
+            kept = list(lines_until(path, keep_until)) if keep_until and path.exists() else []
+            if kept and kept[0][0].get("layers") != header["layers"]:
+                raise MonitorError(f"{path} is of another model; give another file")
+            lines = [json.dumps(header, ensure_ascii=False) + "\n", *(line for _, line in kept[1:])]
+            write_atomically(path, "".join(lines))
         except OSError as error:
             raise MonitorError(f"{path} cannot be written ({error.strerror}); give another file") from error
         self.path = path
@@ -178,8 +130,7 @@ class Series:
         except (OSError, UnicodeDecodeError) as error:
             raise MonitorError(f"{path} cannot be read ({error}); give the monitor.jsonl of a run") from error
         try:
-            header = json.loads(lines[0]) if lines else None
-            found = cls._begin(header)
+            found = cls._begin(json.loads(lines[0]) if lines else None)
             found._read_lines(lines[1:])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise MonitorError(f"{path} is not what a monitor of wellcond writes: {error}") from error
@@ -195,12 +146,9 @@ class Series:
         return cls(layers, [str(name) for name in header["columns"]])
 
     def _read_lines(self, lines: Sequence[str]) -> None:
+        places = dict(self.parts)
         tables: dict[int, np.ndarray] = {}
         seen: dict[int, set[str]] = {}
-        firsts, first = {}, 0
-        for name, count in self.layers:
-            firsts[name] = (first, count)
-            first += count
         for number, line in enumerate(lines, 2):
             try:
                 entry = json.loads(line)
@@ -209,20 +157,16 @@ class Series:
                     break  # it is being written
                 raise ValueError(f"line {number} is no JSON") from None
             step, name = int(entry["step"]), entry["site"]
-            if name not in firsts:
+            if name not in places:
                 raise ValueError(f"line {number} is of {name!r}, which its first line does not name")
-            begin, count = firsts[name]
             table = tables.setdefault(step, np.full((self.num_heads, len(self.columns)), math.nan, dtype=np.float32))
             seen.setdefault(step, set()).add(name)
             for at, column in enumerate(self.columns):
                 if column in entry:
-                    table[begin : begin + count, at] = [math.nan if v is None else float(v) for v in entry[column]]
+                    table[places[name], at] = [math.nan if v is None else float(v) for v in entry[column]]
         for step, names in seen.items():
             if len(names) == len(self.layers):
-                self.steps.append(step)
-                self.tables.append(tables[step])
-
-    # Frames
+                self.add(step, tables[step])
 
     def to_frame(self) -> Any:
         """A row per step, layer and head.
@@ -231,10 +175,27 @@ class Series:
         """
         rows = [
             {"step": step, "site": name, "head": head, **dict(zip(self.columns, map(float, numbers), strict=True))}
-            for step, table in zip(self.steps, self.tables, strict=True)
+            for step, table in zip(self.steps, self.values, strict=True)
             for (name, head), numbers in zip(self.heads, table, strict=True)
         ]
         return make_frame(rows, {"version": __version__})
+
+
+def column_of(series: Series, readings: np.ndarray, name: str) -> np.ndarray:
+    """One column of some readings of a series, (readings, heads); NaN if it has no such column."""
+    if name not in series.columns:
+        return np.full(readings.shape[:2], math.nan)
+    return readings[..., series.columns.index(name)]
+
+
+def logged_name(layer: str, head: int, column: str) -> str:
+    """What a number of a head is called in loggers, which make a group of what stands before the slash.
+
+    Example:
+        >>> logged_name("blocks.3.attn", 5, "max_logit")
+        'wellcond.blocks.3.attn/head05.max_logit'
+    """
+    return f"wellcond.{layer or 'attention'}/head{head:02d}.{column}"
 
 
 def _plain(value: np.float32) -> float | str | None:
@@ -242,24 +203,3 @@ def _plain(value: np.float32) -> float | str | None:
     if np.isnan(value):
         return None
     return float(str(value)) if np.isfinite(value) else str(value)
-
-
-def is_first_process() -> bool:
-    """Whether this process writes and logs; where nothing is distributed, it is the only one."""
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-
-
-def _lines_until(path: Path, step: int, header: dict[str, Any]) -> Iterator[str]:
-    lines = read_regular(path).decode("utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # cut off while it was written
-        if number == 0 and entry.get("layers") != header["layers"]:
-            raise MonitorError(f"{path} is of another model; give another file")
-        if number == 0:
-            yield json.dumps(header, ensure_ascii=False) + "\n"
-        elif entry["step"] <= step:
-            yield line + "\n"
