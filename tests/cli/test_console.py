@@ -39,7 +39,11 @@ def test_words_fold_before_numbers_go():
     print_table(out, table)
     shown = "\n".join(printed(out))
     assert "1.25" in shown and "12345678901234567890" in shown and "Too narrow" not in shown
-    out = terminal(55)
+    out = terminal(65)
+    print_table(out, table)
+    shown = "\n".join(printed(out))
+    assert "1.25" in shown and "12345678901234567890" in shown and "a..a" in shown
+    out = terminal(45)
     print_table(out, table)
     shown = "\n".join(printed(out))
     assert "1.25" in shown and "1234567890" not in shown and "Too narrow for: long." in shown
@@ -49,7 +53,7 @@ def test_without_a_terminal_nothing_is_left_out():
     table = Table("t", "T", ("id", "number"), (("a" * 200, "1" * 50),))
     out = Console(file=io.StringIO(), width=make_console().width)
     print_table(out, table)
-    assert f"{'a' * 200}   {'1' * 50}" in out.file.getvalue()
+    assert f"{'a' * 200}  {'1' * 50}" in out.file.getvalue()
 
 
 def test_a_recipe_takes_two_lines_at_most(monkeypatch):

@@ -48,31 +48,41 @@ folder_option = functools.partial(Option, exists=True, file_okay=False, callback
 # Of commands on a model
 MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME, or path/to/file.py:callable"
 Model = Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP)]
-ModelArguments = Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Of MODEL, such as depth=4; repeatable.")]
+ModelArguments = Annotated[
+    list[str] | None, Option(metavar="KEY=VALUE", help="Argument of MODEL, such as depth=4; repeatable.")
+]
 BATCH_HELP = "digits, random, a FOLDER of images (png, jpg), FILE.txt, or FILE.npy"
 BatchData = Annotated[str, Option("--data", metavar="DATA", help=BATCH_HELP)]
 Samples = Annotated[int, Option(metavar="N", min=1, max=10_000, help="Samples to run the model on.")]
-Tokens = Annotated[int, Option(metavar="N", min=1, max=100_000, help="Length of random token ids.")]
-JsonFile = Annotated[Path | None, Option("--output", "-o", help="JSON to write.")]
+Tokens = Annotated[int, Option(metavar="N", min=1, max=100_000, help="Length of a sample of tokens.")]
+JsonFile = Annotated[Path | None, Option("--output", "-o", help="JSON file to write.")]
 HtmlFile = Annotated[Path | None, Option("--html", help="HTML page to write.")]
 checkpoint_option = functools.partial(Option, exists=True, dir_okay=False)
-Weights = Annotated[Path | None, checkpoint_option(help="To load: .safetensors, or .pt with tensors only.")]
+Weights = Annotated[Path | None, checkpoint_option(help="Checkpoint to load: .safetensors, or .pt with tensors only.")]
 Output = Annotated[Path, Option("--output", "-o", help="Checkpoint to write (.safetensors).")]
 Force = Annotated[bool, Option("--force", help="Replace the output if it exists.")]
 Seed = Annotated[int, Option(metavar="N", min=0, max=2**32 - 1, help="Seed of everything random.")]
 
 # Of commands that train
 ScaleOption = Annotated[str | None, Option(metavar="NAME", help="tiny, small or paper; the smallest by default.")]
-Seeds = Annotated[str | None, Option(metavar="SEEDS", help="How many (3 means 0, 1, 2), or a list such as 3,4,7.")]
-Overrides = Annotated[list[str] | None, Option(metavar="PATH=VALUE", help="Such as optimizer.lr=1e-3; repeatable.")]
-OwnModel = Annotated[str | None, Option("--model", metavar="MODEL", help=f"Your own: {MODEL_HELP}")]
-Import = Annotated[
-    list[Path] | None, Option("--import", metavar="FILE.py", help="With methods of your own; its code is run.")
+Seeds = Annotated[
+    str | None, Option(metavar="SEEDS", help="Number of seeds (3 means 0, 1, 2), or a list such as 3,4,7.")
 ]
-Data = Annotated[str | None, Option(metavar="PATH|ID", help="Your own: images, parquet, jsonl, csv, txt, or a hub id.")]
-InputColumn = Annotated[str | None, Option("--input", metavar="COLUMN", help="Images or texts of --data.")]
-LabelColumn = Annotated[str | None, Option("--label", metavar="COLUMN", help="Labels of --data.")]
-Folder = Annotated[Path | None, output_option("--folder", "-o", help="Where to write; under runs/ by default.")]
+Overrides = Annotated[
+    list[str] | None, Option(metavar="PATH=VALUE", help="Field of the recipe, such as optimizer.lr=1e-3; repeatable.")
+]
+OwnModel = Annotated[str | None, Option("--model", metavar="MODEL", help=f"Your own model: {MODEL_HELP}")]
+Import = Annotated[
+    list[Path] | None,
+    Option("--import", metavar="FILE.py", help="Python file with methods of your own; its code is run."),
+]
+DATA_HELP = "Your own data: images, parquet, jsonl, csv, txt, or a hub id."
+Data = Annotated[str | None, Option(metavar="PATH|ID", help=DATA_HELP)]
+InputColumn = Annotated[
+    str | None, Option("--input", metavar="COLUMN", help="Column of --data that holds images or texts.")
+]
+LabelColumn = Annotated[str | None, Option("--label", metavar="COLUMN", help="Column of --data that holds labels.")]
+Folder = Annotated[Path | None, output_option("--folder", "-o", help="Folder to write to; by default one under runs/.")]
 Jobs = Annotated[str, Option(metavar="N", help="Concurrent runs: auto, or a number.")]
 GpusPerRun = Annotated[
     float | None,
@@ -80,7 +90,7 @@ GpusPerRun = Annotated[
         metavar="N",
         min=0,
         max=1024,
-        help="GPUs of one run, 1 by default (0.5 with --engine ray: two runs share one). With --cpu: its processes.",
+        help="GPUs of one run, 1 by default (0.5 with --engine ray: two runs share one); with --cpu, its processes.",
     ),
 ]
 Cpu = Annotated[bool, Option("--cpu", help="Do not use a GPU.")]
@@ -97,7 +107,9 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
     debug: Annotated[bool, Option("--debug", help=f"Show tracebacks of errors, as {DEBUG_VARIABLE}=1 does.")] = False,
 ) -> None:
     if debug:
@@ -164,7 +176,10 @@ def build_loaded(
 
 def describe_spec(model: str, arguments: Sequence[str] | None, weights: Path | None, seed: int) -> str:
     """Which model a command is about: its name, arguments, and weights, or the seed of random ones."""
-    source = f"seed {seed}" if weights is None else f"weights {weights.name}"
+    library, _, name = model.partition(":")
+    named = library in ("timm", "hf", "wellcond") and not Path(name).is_dir()
+    drawn = f"random weights of seed {seed}" if named else f"seed {seed}"
+    source = drawn if weights is None else f"weights {weights.name}"
     return f"{' '.join([model, *(arguments or ())])}, {source}"
 
 

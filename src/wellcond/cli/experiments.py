@@ -29,7 +29,9 @@ def compare(
     recipe: Annotated[
         str | None, Option(metavar="NAME|FILE", help="One of `wellcond recipes`, or FILE.yaml; by default from --data.")
     ] = None,
-    methods: Annotated[str | None, Option(metavar="LIST", help="e.g. default,gaussian,conditioned+balanced")] = None,
+    methods: Annotated[
+        str | None, Option(metavar="LIST", help="Methods to compare, such as default,gaussian,conditioned+balanced.")
+    ] = None,
     seeds: cli.Seeds = None,
     tune: Annotated[
         list[str] | None,
@@ -39,8 +41,12 @@ def compare(
             "fresh ones. Several fields: all combinations.",
         ),
     ] = None,
-    tuning_seeds: Annotated[str, tuning_option(metavar="SEEDS", help="How many, from 1000 on, or a list.")] = "2",
-    tune_growth: Annotated[int, tuning_option(metavar="N", min=0, max=20, help="Most steps beyond a grid's edge.")] = 3,
+    tuning_seeds: Annotated[
+        str, tuning_option(metavar="SEEDS", help="Number of seeds to tune on (from 1000 on), or a list.")
+    ] = "2",
+    tune_growth: Annotated[
+        int, tuning_option(metavar="N", min=0, max=20, help="Steps that a search may go beyond its grid.")
+    ] = 3,
     scale: cli.ScaleOption = None,
     set: cli.Overrides = None,
     model: cli.OwnModel = None,
@@ -50,10 +56,13 @@ def compare(
     import_: cli.Import = None,
     folder: cli.Folder = None,
     jobs: cli.Jobs = "auto",
-    engine: Annotated[str, ray_option(metavar="NAME", help="local, or ray.")] = "local",
-    ray_address: Annotated[str | None, ray_option(metavar="ADDRESS", help="auto or HOST:6379; else a new one.")] = None,
+    engine: Annotated[str, ray_option(metavar="NAME", help="What starts the runs: local, or ray.")] = "local",
+    ray_address: Annotated[
+        str | None, ray_option(metavar="ADDRESS", help="Cluster to use: auto or HOST:6379; by default a new one.")
+    ] = None,
     cpus_per_run: Annotated[
-        float | None, ray_option(metavar="N", min=0, max=10_000, help="By default the recipe's threads.")
+        float | None,
+        ray_option(metavar="N", min=0, max=10_000, help="Cores of one run; by default the recipe's threads."),
     ] = None,
     gpus_per_run: cli.GpusPerRun = None,
     cpu: cli.Cpu = False,
@@ -118,12 +127,16 @@ def _finish(result: Result, *, as_json: bool, quiet: bool, report: bool) -> int:
 @cli.app.command("try", rich_help_panel=cli.EXPERIMENTS)
 def try_(
     model: cli.Model,
-    data: Annotated[str, Option(metavar="PATH|ID", help="Your own: images, parquet, jsonl, csv, txt, or a hub id.")],
-    methods: Annotated[str, Option(metavar="LIST", help="The first is the baseline.")] = "default,calibrated",
+    data: Annotated[str, Option(metavar="PATH|ID", help=cli.DATA_HELP)],
+    methods: Annotated[
+        str, Option(metavar="LIST", help="Methods to compare; the first is the baseline.")
+    ] = "default,calibrated",
     seeds: Annotated[
-        int | None, Option(metavar="N", min=3, max=1000, help="By default 5, or 3 if time is short.")
+        int | None, Option(metavar="N", min=3, max=1000, help="Number of seeds; by default 5, or 3 if time is short.")
     ] = None,
-    minutes: Annotated[float, Option(metavar="N", min=0.1, max=100_000, help="For all runs on this machine.")] = 5.0,
+    minutes: Annotated[
+        float, Option(metavar="N", min=0.1, max=100_000, help="Time for all runs together on this machine.")
+    ] = 5.0,
     set: cli.Overrides = None,
     input: cli.InputColumn = None,
     label: cli.LabelColumn = None,
@@ -134,7 +147,10 @@ def try_(
     json: cli.Json = False,
     quiet: cli.Quiet = False,
 ) -> None:
-    """Does it help your model on your data? Learning rates are searched alike for all methods; resumable."""
+    """Find out whether an initialisation helps your model on your data; the same command resumes.
+
+    The learning rate of every method is searched alike, on other seeds than those of the answer.
+    """
     cli.need_train_extra()
     at_once = cli.read_jobs(jobs)
     cli.check_parts(None, None, None, model, data)
@@ -181,7 +197,10 @@ def demo(folder: cli.Folder = None, seeds: cli.Seeds = None, jobs: cli.Jobs = "a
 @cli.app.command("train", rich_help_panel=cli.EXPERIMENTS)
 def train(
     recipe: Annotated[str, Argument(metavar="RECIPE", help="Name of a shipped recipe, or FILE.yaml.")],
-    method: Annotated[str | None, Option(metavar="NAME", help="e.g. identity(lam=2), conditioned+balanced")] = None,
+    method: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Method to train with, such as identity(lam=2) or conditioned+balanced."),
+    ] = None,
     seed: Annotated[int, Option(metavar="N", min=0, help="Seed of everything random.")] = 0,
     scale: cli.ScaleOption = None,
     set: cli.Overrides = None,
@@ -231,9 +250,14 @@ def train(
 
 @cli.app.command("glue", rich_help_panel=cli.EXPERIMENTS)
 def glue(
-    run: Annotated[Path, cli.folder_argument(metavar="RUN", help="Of masked language modelling, or a comparison.")],
-    tasks: Annotated[str | None, Option(metavar="LIST", help="Such as cola,sst2; all eight by default.")] = None,
-    limit: Annotated[int | None, Option(metavar="N", min=0, help="Rows of a split; 0: all. 3000 at tiny.")] = None,
+    run: Annotated[
+        Path,
+        cli.folder_argument(metavar="RUN", help="Folder of a run of masked language modelling, or of a comparison."),
+    ],
+    tasks: Annotated[str | None, Option(metavar="LIST", help="Tasks such as cola,sst2; all eight by default.")] = None,
+    limit: Annotated[
+        int | None, Option(metavar="N", min=0, help="Rows to take of a split, 0 for all; 3000 at scale tiny.")
+    ] = None,
     jobs: cli.Jobs = "auto",
     cpu: cli.Cpu = False,
     quiet: cli.Quiet = False,

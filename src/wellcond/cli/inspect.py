@@ -37,7 +37,7 @@ MOST_RANDOM = 500_000_000
 CALIBRATED = "calibrated"
 METHOD_HELP = (
     f"{recommended.METHOD}, with --data, is recommended; {recommended.WITHOUT_TOKENS} for image models without "
-    "learned positions (Swin, XCiT); or default, conditioned, ...: a wrong name lists all."
+    "learned positions (Swin, XCiT); others are default, conditioned, ...: a wrong name lists all."
 )
 NO_WEIGHTS = "Built without weights, since random ones of this size say nothing; give real ones: --weights, hf:PATH."
 
@@ -49,7 +49,7 @@ def inspect(
     model_arg: cli.ModelArguments = None,
     seed: cli.Seed = 0,
     json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False,
-    zoo: Annotated[str | None, Option(metavar="NAME", help="Instead of a model, all of a library: timm or hf.")] = None,
+    zoo: Annotated[str | None, Option(metavar="NAME", help="List all models of a library instead: timm or hf.")] = None,
 ) -> None:
     """List every attention layer of MODEL: kind, heads, widths, layout, condition numbers of W_Q, W_K, W_V."""
     if (model is None) == (zoo is None):
@@ -184,8 +184,8 @@ def init(
     output: cli.Output,
     method: Annotated[str, Option(metavar="NAME", help=METHOD_HELP)] = recommended.METHOD,
     weights: cli.Weights = None,
-    option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Of the method; repeatable.")] = None,
-    data: Annotated[str | None, Option(metavar="DATA", help=f"For {CALIBRATED}: {cli.BATCH_HELP}")] = None,
+    option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Option of the method; repeatable.")] = None,
+    data: Annotated[str | None, Option(metavar="DATA", help=f"Batch for {CALIBRATED}: {cli.BATCH_HELP}")] = None,
     model_arg: cli.ModelArguments = None,
     seed: cli.Seed = 0,
     force: cli.Force = False,
@@ -226,7 +226,7 @@ def init(
 def fold(
     model: cli.Model,
     output: cli.Output,
-    weights: Annotated[Path, cli.checkpoint_option(help="Of a conditioned model.")],
+    weights: Annotated[Path, cli.checkpoint_option(help="Checkpoint of a conditioned model.")],
     ema: Annotated[bool, Option("--ema", help="Take the EMA weights of a checkpoint of timm's train script.")] = False,
     model_arg: cli.ModelArguments = None,
     force: cli.Force = False,

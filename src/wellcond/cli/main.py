@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect as inspect_module
 import os
 import sys
 import traceback
@@ -55,7 +56,14 @@ def load_app() -> Typer:
     from wellcond.cli import measure, watch, inspect, selftest, experiments, report  # noqa: F401, I001
     from wellcond.cli.app import app
 
+    for command in app.registered_commands:
+        command.help = _paragraphs(inspect_module.getdoc(command.callback) or "")
     return app
+
+
+def _paragraphs(text: str) -> str:
+    """A help text with each paragraph on one line: lines are broken for the terminal, not for the source."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def _explain(error: Exception) -> str:

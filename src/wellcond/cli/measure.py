@@ -34,9 +34,13 @@ def doctor(
     model_arg: cli.ModelArguments = None,
     samples: cli.Samples = 8,
     tokens: cli.Tokens = 32,
-    trained: Annotated[bool | None, Option("--trained/--fresh", help="By default its norms show it.")] = None,
+    trained: Annotated[
+        bool | None, Option("--trained/--fresh", help="Whether MODEL is trained; by default its norm layers show it.")
+    ] = None,
     jacobian: Annotated[bool, Option("--jacobian", help="Also measure kappa(J) of every head; minutes.")] = False,
-    against: Annotated[Path | None, cli.checkpoint_option(help="Other weights of MODEL: what changed.")] = None,
+    against: Annotated[
+        Path | None, cli.checkpoint_option(help="Second checkpoint of MODEL: show what changed.")
+    ] = None,
     seed: cli.Seed = 0,
     json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
     output: cli.JsonFile = None,
@@ -80,9 +84,13 @@ def doctor(
 def measure(
     model: cli.Model,
     data: cli.BatchData = "random",
-    layers: Annotated[str, Option(metavar="LIST", help="all, or numbers such as 0,5,11, as inspect has them.")] = "all",
+    layers: Annotated[
+        str, Option(metavar="LIST", help="all, or positions in `wellcond inspect`, such as 0,5,11.")
+    ] = "all",
     heads: Annotated[str, Option(metavar="LIST", help="all, or numbers of key/value heads such as 0,1.")] = "all",
-    convention: Annotated[str, Option(metavar="NAME", help="wide (the Jacobian) or stack (as the papers).")] = "wide",
+    convention: Annotated[
+        str, Option(metavar="NAME", help="wide (the Jacobian) or stack (the papers' matrix).")
+    ] = "wide",
     samples: cli.Samples = 1,
     tokens: cli.Tokens = 32,
     weights: cli.Weights = None,

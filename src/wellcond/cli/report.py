@@ -35,7 +35,12 @@ def _must_hold_records(path: Path) -> Path:
 def report(
     folder: Annotated[
         Path,
-        Argument(exists=True, callback=_must_hold_records, help="A comparison, a file .jsonl, or a folder of them."),
+        Argument(
+            exists=True,
+            callback=_must_hold_records,
+            metavar="FOLDER",
+            help="Comparison, packed file (.jsonl), or a folder of them.",
+        ),
     ],
     pictures: Annotated[bool, Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
     check: Annotated[bool, Option("--check", help="Compare what is committed with what the records give.")] = False,
@@ -79,23 +84,29 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) ->
 
 @cli.app.command("reproduce", rich_help_panel=cli.PAPERS)
 def reproduce(
-    id: Annotated[str | None, Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")] = None,
+    id: Annotated[
+        str | None, Argument(metavar="[ID]", help="Table, figure or ablation, such as C-T1, S-F2, A-scale.")
+    ] = None,
     list_all: Annotated[bool, Option("--list", help="List every id, and the runs that are there.")] = False,
-    scale: Annotated[str, Option(metavar="NAME", help="tiny (CPU, minutes), small (GPU, hours) or paper.")] = "tiny",
+    scale: Annotated[
+        str, Option(metavar="NAME", help="Scale: tiny (CPU, minutes), small (GPU, hours) or paper.")
+    ] = "tiny",
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and what it takes; run nothing.")] = False,
     probe: Annotated[bool, Option("--probe", help="With --dry-run: train each study for a minute here.")] = False,
     data: Annotated[
         list[str] | None, Option("--data", metavar="NAME=PATH", help="A data set in a folder, such as imagenet-1k=DIR.")
     ] = None,
-    records: Annotated[Path | None, cli.folder_option(help="Print these records; run nothing.")] = None,
+    records: Annotated[Path | None, cli.folder_option(help="Print the tables of these records; run nothing.")] = None,
     reading: Annotated[
         list[str] | None,
-        Option(metavar="NAME=VALUE", help="Another reading of the paper's words, see the table's note."),
+        Option(metavar="NAME=VALUE", help="Another reading of the paper's words; the note of a table names them."),
     ] = None,
-    methods: Annotated[str | None, Option(metavar="LIST", help="Only these methods, and default.")] = None,
+    methods: Annotated[str | None, Option(metavar="LIST", help="Run only these methods, and default.")] = None,
     seeds: cli.Seeds = None,
     set: cli.Overrides = None,
-    folder: Annotated[Path | None, Option("--folder", "-o", help="Where to write; reproduce/SCALE by default.")] = None,
+    folder: Annotated[
+        Path | None, Option("--folder", "-o", help="Folder to write to; by default reproduce/SCALE.")
+    ] = None,
     jobs: cli.Jobs = "auto",
     gpus_per_run: cli.GpusPerRun = None,
     cpu: cli.Cpu = False,
@@ -195,11 +206,15 @@ def _show(tables: list[Table], *, as_json: bool, quiet: bool = False, end: str =
 
 
 @cli.app.command("claims", rich_help_panel=cli.PAPERS)
-def claims(results: Annotated[Path, cli.folder_argument(help="Committed records, such as results.")]) -> None:
+def claims(
+    results: Annotated[
+        Path, cli.folder_argument(metavar="RESULTS", help="Folder of committed records, such as results.")
+    ],
+) -> None:
     """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided.
 
-    Written into RESULTS: claims.md and, where there are the records for them, the tables and figures of evidence and
-    method.
+    Writes claims.md into RESULTS and, where the records for them are there, the tables and figures of its folders
+    evidence and method.
     """
     cli.need_train_extra()
     from wellcond.lab.reproduce.claims import judge_claims
@@ -215,13 +230,15 @@ def claims(results: Annotated[Path, cli.folder_argument(help="Committed records,
 
 @cli.app.command("pack", rich_help_panel=cli.PAPERS)
 def pack(
-    folder: Annotated[Path, cli.folder_argument(help="Full runs of wellcond compare or train, at any depth.")],
+    folder: Annotated[
+        Path, cli.folder_argument(metavar="FOLDER", help="Folder with runs of wellcond compare or train, at any depth.")
+    ],
     output: Annotated[Path, Option("--output", "-o", help="Folder to write to, laid out in the same way.")],
 ) -> None:
     """Pack each comparison into one small file, a line of JSON for each run; all tables stay the same.
 
     `wellcond report`, `claims` and `reproduce --records` read both forms. A packed comparison in OUTPUT is replaced.
-    Of a comparison that is not complete the complete runs are packed; `wellcond unpack` goes on from there.
+    Complete runs of an unfinished comparison are packed too; after `wellcond unpack` it can go on.
     """
     from wellcond.lab.report.pack import pack as pack_runs
 
@@ -232,7 +249,7 @@ def pack(
 
 @cli.app.command("unpack", rich_help_panel=cli.PAPERS)
 def unpack(
-    file: Annotated[Path, Argument(exists=True, dir_okay=False, help="What wellcond pack wrote.")],
+    file: Annotated[Path, Argument(exists=True, dir_okay=False, metavar="FILE", help="File that wellcond pack wrote.")],
     folder: Annotated[Path, Option("--folder", "-o", help="New folder for the runs.")],
 ) -> None:
     """Make run folders of a packed comparison; `wellcond compare --folder FOLDER` then goes on with what is missing."""

@@ -45,11 +45,11 @@ def check(function: Check) -> Check:
 
 @cli.app.command("selftest", rich_help_panel=cli.MODELS)
 def selftest(
-    device: Annotated[str, Option(metavar="DEVICE", help="cuda, cuda:1, mps, xpu or cpu.")] = "cuda",
-    output: Annotated[Path, Option("--output", "-o", help="JSON to write; the text goes beside it.")] = Path(
+    device: Annotated[str, Option(metavar="DEVICE", help="Device to try: cuda, cuda:1, mps, xpu or cpu.")] = "cuda",
+    output: Annotated[Path, Option("--output", "-o", help="JSON file to write; the text goes beside it.")] = Path(
         "wellcond-selftest.json"
     ),
-    only: Annotated[list[str] | None, Option(metavar="CHECK", help="Only this check; repeatable.")] = None,
+    only: Annotated[list[str] | None, Option(metavar="CHECK", help="Run only this check; repeatable.")] = None,
     force: cli.Force = False,
 ) -> None:
     """Try kernels, waiting, bf16, compilation, memory and speed on DEVICE against this machine's CPU; five minutes.

@@ -19,11 +19,11 @@ FILE = "monitor.jsonl"
 @cli.app.command("watch", rich_help_panel=cli.MODELS)
 def watch(
     run: Annotated[Path, Argument(metavar="RUN", help=f"A folder that holds {FILE}, or the file itself.")],
-    column: Annotated[str, Option(metavar="NAME", help="max_logit, entropy, sec_qk, ...; a wrong name lists all.")] = (
-        "max_logit"
-    ),
+    column: Annotated[
+        str, Option(metavar="NAME", help="Column: max_logit, entropy, sec_qk, ...; a wrong name lists all.")
+    ] = ("max_logit"),
     every: Annotated[float, Option(metavar="SECONDS", min=0.1, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, Option("--once", help="Print the map of now and end, as without a terminal.")] = False,
+    once: Annotated[bool, Option("--once", help="Print the map once and end; the default without a terminal.")] = False,
     html: cli.HtmlFile = None,
     force: cli.Force = False,
 ) -> None:

@@ -51,11 +51,6 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def shorten(name: str, room: int) -> str:
-    """The end of a name, which tells most."""
-    return name if len(name) <= room else f"..{name[-(room - 2) :]}"
-
-
 def defined(number: float) -> float | None:
     """A number, or None for one that is not finite."""
     return number if math.isfinite(number) else None

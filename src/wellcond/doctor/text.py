@@ -6,8 +6,8 @@ import math
 import textwrap
 from collections.abc import Collection
 
-from wellcond.doctor.records import SEVERITIES, Diagnosis, Finding, LayerFacts, count, shorten
-from wellcond.pages import environment
+from wellcond.doctor.records import SEVERITIES, Diagnosis, Finding, LayerFacts, count
+from wellcond.pages import environment, shorten
 
 COLUMNS: dict[str, str] = {
     "kappa(X)": "kappa_tokens",
@@ -26,6 +26,7 @@ COLUMNS: dict[str, str] = {
     "mlp": "mlp_share",
     "kappa(J)": "kappa_jacobian",
 }
+ADDED = "attn, mlp: what they add, relative to the stream"
 LEGEND = {
     "kappa(X)": "kappa(X): condition number of the tokens that enter",
     "logits": "logits: their standard deviation",
@@ -34,7 +35,7 @@ LEGEND = {
     "Q": "Q to O: sigma sqrt(fan_in)",
     "kappa(W)": "kappa(W), rank: worst condition number and effective rank of W_Q to W_O of a head",
     "SEC QK": "SEC: share of the largest d/16 squared singular values of W_Q^T W_K and W_O W_V, the largest of a head",
-    "attn": "attn, mlp: what they add, relative to the stream",
+    "attn": ADDED,
     "kappa(J)": "kappa(J): condition number of the Jacobian, the worst head",
 }
 """By the first column that an entry is about."""
@@ -61,15 +62,20 @@ def show_diagnosis(diagnosis: Diagnosis, width: int) -> str:
         same = first.setdefault((finding.remedy, finding.evidence), number)
         parts.append(_show_finding(number, finding, width, same))
     parts += [_wrap(f"not understood: {' '.join(refusal.split())}", width) for refusal in diagnosis.not_understood]
-    table = _table(diagnosis, width)
-    shown = table.partition("\n")[0].split()
-    return "\n\n".join([*parts, table, "\n".join(_wrap(line, width) for line in legend(diagnosis, shown))])
+    columns = _columns(diagnosis)
+    shown = _fitting(columns, width)
+    lines = legend(diagnosis, shown)
+    if left_out := [title for title in columns if title not in shown]:
+        lines.insert(0, f"{width} columns are too narrow for {', '.join(left_out)}; --json has them.")
+    return "\n\n".join([*parts, _table(diagnosis, shown, width), "\n".join(_wrap(line, width) for line in lines)])
 
 
 def legend(diagnosis: Diagnosis, columns: Collection[str]) -> list[str]:
     """What the columns that are shown, and names in the findings, mean."""
     used = any("wc." in finding.remedy for finding in diagnosis.findings)
     entries = "; ".join(text for column, text in LEGEND.items() if column in columns)
+    if "mlp" not in columns:
+        entries = entries.replace(ADDED, "attn: what the attention adds, relative to the stream")
     names = (
         "wc is wellcond (import wellcond as wc), batch what the model is called with; records are files in wellcond's "
         "repository."
@@ -110,22 +116,37 @@ def _wrap(text: str, width: int, *, first: str = "", rest: str = "") -> str:
     return textwrap.fill(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
-def _table(diagnosis: Diagnosis, width: int) -> str:
-    """Columns in which every layer is empty are left out."""
-    shown = {
+def _columns(diagnosis: Diagnosis) -> dict[str, list[str]]:
+    """The cells of each column; columns in which every layer is empty are left out."""
+    columns = {
         title: [show_number(getattr(layer, name)) for layer in diagnosis.layers]
         for title, name in COLUMNS.items()
         if any(getattr(layer, name) is not None for layer in diagnosis.layers)
     }
     marks = [mark(layer) for layer in diagnosis.layers]
     if any(marks):
-        shown["remarks"] = marks
-    widths = {title: max(len(title), *map(len, cells)) for title, cells in shown.items()}
+        columns["remarks"] = marks
+    return columns
+
+
+def _widths(columns: dict[str, list[str]]) -> dict[str, int]:
+    return {title: max(len(title), *map(len, cells)) for title, cells in columns.items()}
+
+
+def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
+    """The columns that fit beside a short name of a layer; those of LEAST make room."""
+    shown = dict(columns)
     for title in LEAST:
-        if width - sum(size + 2 for size in widths.values()) < NARROWEST and title in shown:
-            del shown[title], widths[title]
+        if width - sum(size + 2 for size in _widths(shown).values()) < NARROWEST and title in shown:
+            del shown[title]
+    return shown
+
+
+def _table(diagnosis: Diagnosis, shown: dict[str, list[str]], width: int) -> str:
+    widths = _widths(shown)
     room = max(NARROWEST, width - sum(size + 2 for size in widths.values()))
-    names = [shorten(layer.name or "(model)", room) for layer in diagnosis.layers]
+    short = shorten((layer.name or "(model)" for layer in diagnosis.layers), room)
+    names = [short[layer.name or "(model)"] for layer in diagnosis.layers]
     first = max(len("layer"), *map(len, names))
 
     def line(name: str, cells: list[str]) -> str:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from wellcond.attention.find import find_attention
 from wellcond.attention.sharding import unwrap
 from wellcond.attention.site import AttentionSite
-from wellcond.doctor.records import defined, shorten
+from wellcond.doctor.records import defined
 from wellcond.errors import DiagnosisError
 from wellcond.linalg.circuits import circuit_numbers, gram_matrices
 from wellcond.measurement.records import make_frame
+from wellcond.pages import shorten
 
 NO_BATCH = "tokens, logits and attention map: no batch was given"
 
@@ -86,21 +87,21 @@ class WeightComparison:
         room = max([5, *(len(name) for name in layers)])
         room = min(room, max(12, width - 66))
         lines = [f"{'layer':<{room}}  head   dQK    dOV    sec QK         rank QK        sigma QK"]
+        shown = shorten(layers, room)
         for name in layers:
             inside = [one for one in self.heads if one.layer == name]
             worst = max(inside, key=lambda one: max(_number(one.change_qk), _number(one.change_ov)))
-            short = shorten(name, room)
             pairs = "  ".join(_arrow(pair) for pair in (worst.sec_qk, worst.rank_qk, worst.sigma_max_qk))
             changes = f"{_short(worst.change_qk):>5}  {_short(worst.change_ov):>5}"
-            lines.append(f"{short or '(model)':<{room}}  {worst.head:>4}  {changes}  {pairs}".rstrip())
+            lines.append(f"{shown[name] or '(model)':<{room}}  {worst.head:>4}  {changes}  {pairs}".rstrip())
         moved = sum(max(_number(one.change_qk), _number(one.change_ov)) > 0.01 for one in self.heads)
         most = max(self.heads, key=lambda one: _number(one.change_qk))
         lines += [
             "",
             f"{moved} of {len(self.heads)} heads changed by more than 1 %; most: {most.layer or '(model)'} head "
             f"{most.head} (W_Q^T W_K by {_short(most.change_qk)} of its norm).",
-            "Of each layer the head that changed most. dQK, dOV: norm of the difference of W_Q^T W_K and of W_O W_V, "
-            "relative to the larger; a -> b: in the first and in the second checkpoint.",
+            "Each row is the head of a layer that changed most. dQK, dOV: norm of the difference of W_Q^T W_K and of "
+            "W_O W_V, relative to the larger; a -> b: in the first and in the second checkpoint.",
         ]
         return "\n".join(lines)
 

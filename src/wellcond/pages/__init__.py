@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 MISSING = "\N{EN DASH}"
 INFINITE = "\N{INFINITY}"
+GAP = ".."
+"""In place of the middle of a name."""
 
 
 def number(value: Any) -> float:
@@ -28,6 +31,27 @@ def show(value: Any, digits: int = 3) -> str:
     """A number at a glance."""
     x = number(value)
     return MISSING if math.isnan(x) else f"{x:.{digits}g}".replace("inf", INFINITE)
+
+
+def shorten(names: Iterable[str], room: int) -> dict[str, str]:
+    """Each name in at most `room` characters: a longer one loses its middle, where possible not what tells two apart.
+
+    Example:
+        >>> shorten(["layer.0.attention.self", "layer.1.attention.self"], 18).values()
+        dict_values(['layer.0..tion.self', 'layer.1..tion.self'])
+    """
+    known = dict.fromkeys(names)
+    kept = max(2, room - len(GAP))
+
+    def cut(name: str, first: int) -> str:
+        return name if len(name) <= room else f"{name[:first]}{GAP}{name[first - kept :]}"
+
+    def unlike(first: int) -> int:
+        return len({cut(name, first) for name in known})
+
+    by_shape = sorted(range(kept), key=lambda first: abs(first - kept // 3))
+    first = max(by_shape, key=unlike)
+    return {name: cut(name, first) for name in known}
 
 
 def style() -> str:

@@ -107,6 +107,12 @@ def _suggest(spec: str) -> str:
         return _download_first(spec)
     if not re.fullmatch(r"[\w.-]+", spec):
         return "expected timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME or path/to/file.py:callable"
+    if (architecture := spec.partition(".")[0]) in _names_in_timm():
+        return f"type timm:{architecture}"
+    if _is_type_in_transformers(spec):
+        return f"type hf:{spec}"
+    if "-" in spec:
+        return _download_first(spec)
     return (
         f"say which library it is from: timm:{spec}, or hf:{spec} (a configuration type or a local folder), or "
         f"wellcond:{spec}, or path/to/file.py:callable"
@@ -114,11 +120,34 @@ def _suggest(spec: str) -> str:
 
 
 def _download_first(hub_id: str) -> str:
-    folder = hub_id.rpartition("/")[2]
+    owner, _, name = hub_id.rpartition("/")
+    download = f"hf download {hub_id} --local-dir {name}"
+    if owner == "timm":
+        return (
+            f"for the architecture type timm:{name.partition('.')[0]}; for its weights too, type {download}, then add "
+            f"--weights {name}/model.safetensors"
+        )
     return (
-        f"{hub_id} looks like an id of the hub, from which wellcond downloads nothing by itself; type "
-        f"hf download {hub_id} --local-dir {folder}, then hf:{folder}"
+        f"{hub_id} looks like an id of the hub, from which wellcond downloads nothing by itself; type {download}, then "
+        f"hf:{name}"
     )
+
+
+def _models_folder(library: str) -> Path | None:
+    """The folder `models` of a library, which is not imported for a message: that takes seconds."""
+    found = importlib.util.find_spec(library)
+    return None if found is None or found.origin is None else Path(found.origin).parent / "models"
+
+
+def _names_in_timm() -> set[str]:
+    folder = _models_folder("timm")
+    sources = [] if folder is None else [path.read_text("utf-8") for path in folder.glob("*.py")]
+    return {name for source in sources for name in re.findall(r"^@register_model\s+def (\w+)", source, re.MULTILINE)}
+
+
+def _is_type_in_transformers(name: str) -> bool:
+    folder = _models_folder("transformers")
+    return folder is not None and (folder / name.replace("-", "_") / "__init__.py").is_file()
 
 
 def _check_counts(settings: dict[str, Any], where: str) -> None:
@@ -266,7 +295,8 @@ def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None, on_m
         _refuse_kernels_of(config, name)
     else:
         close = similar(name, sorted(transformers.CONFIG_MAPPING))
-        todo = _download_first(name) if HUB_ID.fullmatch(name) else f"Similar: {close}"
+        on_hub = HUB_ID.fullmatch(name) or (close == "none" and "-" in name)  # such as bert-base-uncased
+        todo = _download_first(name) if on_hub else f"Similar: {close}"
         raise ModelSpecError(f"{name!r} is neither a folder nor a configuration type of transformers. {todo}")
     architecture = (getattr(config, "architectures", None) or [None])[0]
     model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
