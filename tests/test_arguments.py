@@ -180,14 +180,13 @@ def test_a_pattern_that_matches_nothing_names_close_ones_and_changes_nothing(ver
 def place():
     module = nn.Module()
     module.q, module.k, module.v = (nn.Linear(8, 8) for _ in range(3))
-    module.qkv, module.kv = nn.Linear(8, 24), nn.Linear(8, 16)
+    module.qkv = nn.Linear(8, 24)
     return ModuleContext("", module, module)
 
 
 BUILDERS = {
-    "separate_site": lambda p, **o: wc.separate_site(p, p.module.q, p.module.k, p.module.v, **o),
-    "fused_site": lambda p, **o: wc.fused_site(p, p.module.qkv, **o),
-    "query_and_kv_site": lambda p, **o: wc.query_and_kv_site(p, p.module.q, p.module.kv, **o),
+    "separate": lambda p, **o: wc.build_site(p, {"q": p.module.q, "k": p.module.k, "v": p.module.v}, **o),
+    "fused": lambda p, **o: wc.build_site(p, {"qkv": p.module.qkv}, **o),
 }
 DECLARED = {
     "num_heads": [2.0, 0, -2, True, "2", None, NAN, torch.tensor([2, 2])],
@@ -215,14 +214,17 @@ def test_what_an_adapter_may_not_declare(builder, name):
 
 
 def test_what_only_a_fused_projection_declares():
-    orders = [{"order": order} for order in ("qkq", "qk", 3)]
-    for wrong in (*orders, {"shards": 0}, {"shards": 1.0}, {"value_head_dim": 4.0}):
+    fused = nn.Linear(8, 24)
+    for wrong in ({"shards": 0}, {"shards": 1.0}, {"value_head_dim": 4.0}):
         with pytest.raises((TypeError, ValueError), match="expected"):
-            wc.fused_site(place(), nn.Linear(8, 24), num_heads=2, **wrong)
+            wc.build_site(place(), {"qkv": fused}, num_heads=2, **wrong)
+    for projections in ({"qkq": fused}, {"qk": fused}, {3: fused}, fused, {"qkv": fused, "q": fused}):
+        with pytest.raises((TypeError, ValueError), match="^projections: expected"):
+            wc.build_site(place(), projections, num_heads=2)
     with pytest.raises(TypeError, match="expected a projection such as nn.Linear, got float 2.0"):
-        wc.fused_site(place(), 2.0, num_heads=2)
+        wc.build_site(place(), {"qkv": 2.0}, num_heads=2)
     with pytest.raises(TypeError, match="^place: expected"):
-        wc.fused_site("blocks.0", nn.Linear(8, 24), num_heads=2)
+        wc.build_site("blocks.0", {"qkv": fused}, num_heads=2)
 
 
 MEASURED = {

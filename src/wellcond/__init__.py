@@ -29,7 +29,7 @@ from wellcond.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from wellcond.attention.find import find_attention, register_adapter
-    from wellcond.attention.layout import fused_site, query_and_kv_site, separate_site
+    from wellcond.attention.layout import build_site
     from wellcond.attention.site import AttentionSite
     from wellcond.attention.slot import Slot, conditioning_of
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
@@ -93,6 +93,7 @@ __all__ = [
     "UnsupportedLayoutError",
     "WeightError",
     "WellcondError",
+    "build_site",
     "compare_weights",
     "condition_",
     "condition_tokens_",
@@ -102,24 +103,21 @@ __all__ = [
     "fold_",
     "fold_tokens_",
     "folded",
-    "fused_site",
     "init_",
     "jacobian_spectrum",
     "measure",
     "muon_groups",
     "parameter_groups",
-    "query_and_kv_site",
     "recondition_",
     "register_adapter",
     "register_condition",
     "register_init",
-    "separate_site",
     "spectrum",
 ]
 
 # Imported when first used, since torch takes seconds: `wellcond --help` and mistyped commands do not need it.
 _LAZY = {
-    "attention.layout": ("fused_site", "query_and_kv_site", "separate_site"),
+    "attention.layout": ("build_site",),
     "attention.find": ("find_attention", "register_adapter"),
     "attention.site": ("AttentionSite",),
     "attention.slot": ("Slot", "conditioning_of"),

@@ -76,12 +76,12 @@ class NeedsMore(Mixed):
         return super().forward(x + table["shift"][position])
 
 
-def declare(cls, example=None, **declared):
+def declare(cls, example=None, letters="qkv", **declared):
     @wc.register_adapter(cls, example=example)
     def adapter(place):
         m = place.module
         options = {"num_heads": m.heads, "num_kv_heads": m.kv_heads, "output": m.out} | declared
-        return wc.fused_site(place, m.mix, **options)
+        return wc.build_site(place, {letters: m.mix}, **options)
 
 
 def state(model):
@@ -89,10 +89,18 @@ def state(model):
 
 
 WRONG = {
-    "arrangement": (dict(reading="groups"), dict(arrangement="blocks"), 'arrangement="groups", order="qkv"'),
-    "interleaving": (dict(reading="blocks"), dict(arrangement="groups"), 'arrangement="blocks", order="qkv"'),
-    "order": (dict(reading="vkq"), dict(), 'arrangement="blocks", order="vkq"'),
-    "queries and keys": (dict(reading="kqv"), dict(), 'arrangement="blocks", order="kqv"'),
+    "arrangement": (
+        dict(reading="groups"),
+        dict(arrangement="blocks"),
+        '{"qkv": m.mix}, num_heads=4, arrangement="groups"',
+    ),
+    "interleaving": (
+        dict(reading="blocks"),
+        dict(arrangement="groups"),
+        '{"qkv": m.mix}, num_heads=4, arrangement="blocks"',
+    ),
+    "order": (dict(reading="vkq"), dict(), '{"vkq": m.mix}, num_heads=4, arrangement="blocks"'),
+    "queries and keys": (dict(reading="kqv"), dict(), '{"kqv": m.mix}, num_heads=4, arrangement="blocks"'),
     "too few heads": (dict(), dict(num_heads=2, num_kv_heads=2), 'num_heads=4, arrangement="blocks"'),
     "too many heads": (dict(width=16), dict(num_heads=8, num_kv_heads=8), 'num_heads=4, arrangement="blocks"'),
     "grouped arrangement": (
@@ -100,7 +108,11 @@ WRONG = {
         dict(arrangement="blocks"),
         'num_heads=4, num_kv_heads=2, arrangement="groups"',
     ),
-    "rotary": (dict(reading="groups", rotary=True), dict(arrangement="blocks"), 'arrangement="groups", order="qkv"'),
+    "rotary": (
+        dict(reading="groups", rotary=True),
+        dict(arrangement="blocks"),
+        '{"qkv": m.mix}, num_heads=4, arrangement="groups"',
+    ),
     "channels": (dict(reading="channels"), dict(), "contradicts what the adapter declares"),
     "scale": (dict(), dict(scale=0.3), "scale is declared as 0.3, and its logits are 0.7071068 q.k"),
 }
@@ -124,7 +136,7 @@ def test_a_wrong_declaration_is_an_error_that_says_what_the_forward_pass_reads(c
 RIGHT = {
     "blocks": (dict(), dict(scale=2**-0.5)),
     "groups": (dict(reading="groups"), dict(arrangement="groups")),
-    "order": (dict(reading="vkq"), dict(order="vkq")),
+    "order": (dict(reading="vkq"), dict(letters="vkq")),
     "grouped queries": (dict(heads=4, kv_heads=2, reading="groups"), dict(arrangement="groups")),
     "rotary": (dict(rotary=True), dict(rotary=True)),
     "one head": (dict(heads=1), dict(arrangement="groups")),
@@ -169,9 +181,11 @@ def test_swapped_projections_are_named():
     @wc.register_adapter(Separate)
     def adapter(place):
         m = place.module
-        return wc.separate_site(place, m.b, m.a, m.c, num_heads=m.heads)
+        return wc.build_site(place, {"q": m.b, "k": m.a, "v": m.c}, num_heads=m.heads)
 
-    with pytest.raises(wc.UnsupportedLayoutError, match=r"separate_site\(place, m.a, m.b, m.c, num_heads=3\)"):
+    with pytest.raises(
+        wc.UnsupportedLayoutError, match=r"build_site\(place, {\"q\": m.a, \"k\": m.b, \"v\": m.c}, num_heads=3\)"
+    ):
         wc.find_attention(Separate())
 
 

@@ -50,7 +50,7 @@ def reading(heads, kv_heads, roles="qkvo"):
         q, k, v = (parts[letter] for letter in roles[:3])
         place = ModuleContext("", on, on)
         counts = {"num_heads": heads, "num_kv_heads": kv_heads}
-        return wc.separate_site(place, q, k, v, output=on.o_proj, **counts)
+        return wc.build_site(place, {"q": q, "k": k, "v": v}, output=on.o_proj, **counts)
 
     return describe
 

@@ -46,7 +46,7 @@ def test_what_no_reading_fits_is_refused_with_an_adapter_to_paste():
     with pytest.raises(wc.UnsupportedLayoutError, match="contradicts every reading") as error:
         wc.find_attention(Block(HeadsFastest()))
     code = str(error.value).partition("    @wellcond")[2]
-    assert "register_adapter(HeadsFastest)" in code and "place, m.c_attn, num_heads=m.n_head" in code
+    assert "register_adapter(HeadsFastest)" in code and 'place, {"qkv": m.c_attn}, num_heads=m.n_head' in code
     assert "output=m.c_proj" in code and "strict=False" in str(error.value)
 
 
@@ -66,8 +66,8 @@ def test_x_transformers_style_with_grouped_queries():
 
 def test_rows_that_heads_do_not_divide_are_refused():
     module = XTransformersAttention()
-    module.heads, module.dim_head = 3, 7
-    with pytest.raises(wc.UnsupportedLayoutError, match=r"expected rows: 21 = 3\*7     got: 20"):
+    module.dim_head = 7
+    with pytest.raises(wc.UnsupportedLayoutError, match=r"expected rows: 28 = 4\*7     got: 20"):
         wc.find_attention(module)
 
 
@@ -91,7 +91,7 @@ def test_a_registered_adapter_decides_and_is_inherited_only_with_the_forward():
     @wc.register_adapter(Mine)
     def mine(place):
         module = place.module
-        return wc.fused_site(place, module.c_attn, num_heads=module.n_head, order="vkq")
+        return wc.build_site(place, {"vkq": module.c_attn}, num_heads=module.n_head)
 
     class Heir(Mine):
         pass

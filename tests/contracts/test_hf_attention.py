@@ -152,14 +152,14 @@ def test_scale_is_what_the_forward_shows(case: Case, part: str):
 
 def test_wrong_reading_of_a_fused_weight_is_noticed():
     """The contract itself can fail: GPT-NeoX's rows read as blocks are not what the model multiplies."""
-    from wellcond.attention.layout import fused_site
+    from wellcond.attention.layout import build_site
     from wellcond.attention.site import ModuleContext
 
     [case] = [case for case in CASES if case.name == "gpt-neox"]
     model = built(case.name)
     right = site_of(model, "layers.0")
     place = ModuleContext(right.name, right.module, model)
-    wrong = fused_site(place, right.q.owner, num_heads=3, arrangement="blocks")
+    wrong = build_site(place, {"qkv": right.q.owner}, num_heads=3, arrangement="blocks")
     call = watch(wrong, lambda: model(**case.inputs()))
     with pytest.raises(AssertionError, match="calls v"):
         assert_heads_multiplied(wrong, call, tokens_of(call), roles="v")

@@ -119,7 +119,11 @@ class Through(nn.Module):
 def _as_vit(module: nn.Module) -> list[wc.AttentionSite]:
     from wellcond.attention.site import ModuleContext
 
-    return [wc.fused_site(ModuleContext("", module, module), module.qkv, num_heads=4, output=module.proj, scale=0.5)]
+    return [
+        wc.build_site(
+            ModuleContext("", module, module), {"qkv": module.qkv}, num_heads=4, output=module.proj, scale=0.5
+        )
+    ]
 
 
 def test_derivatives_are_what_training_sees():

@@ -55,7 +55,7 @@ def register_adapter(*targets: type | str, example: Example | None = None) -> Ca
 
     Example:
         >>> from torch import nn
-        >>> from wellcond.attention.layout import fused_site
+        >>> from wellcond.attention.layout import build_site
         >>> class MyAttention(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
@@ -63,7 +63,7 @@ def register_adapter(*targets: type | str, example: Example | None = None) -> Ca
         >>> @register_adapter(MyAttention)
         ... def my_attention(place):
         ...     m = place.module
-        ...     return fused_site(place, m.mix, num_heads=m.heads, arrangement="groups")
+        ...     return build_site(place, {"qkv": m.mix}, num_heads=m.heads, arrangement="groups")
         >>> from wellcond import find_attention
         >>> find_attention(MyAttention())[0].k.rows[1].tolist()
         [16, 17, 18, 19]

@@ -1,4 +1,4 @@
-"""Where the rows of each head are in a stored weight, and one builder of sites per storage style.
+"""Where the rows of each head are in a stored weight, and the builder of sites from projections.
 
 A wrong arrangement is silent: the shapes are equal, the rows are those of another head. `QKVLayout` is the only code
 that knows arrangements; a table of row numbers (heads, head_dim) describes any of them.
@@ -9,6 +9,7 @@ Legend: H query heads, K key/value heads, g = H / K, d head width.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -190,16 +191,6 @@ def output_slot(place: ModuleContext, output: nn.Module | None, num_heads: int, 
     return slot
 
 
-def check_rows(place: ModuleContext, what: str, got: int, counts: list[int], head_dims: list[int]) -> None:
-    """Refuse a projection whose rows are not the declared heads."""
-    expected = sum(count * dim for count, dim in zip(counts, head_dims, strict=True))
-    if got != expected:
-        terms = " + ".join(f"{count}*{dim}" for count, dim in zip(counts, head_dims, strict=True))
-        place.refuse(
-            f"{what}: rows do not match the declared heads.\n  expected rows: {expected} = {terms}     got: {got}"
-        )
-
-
 def divide_heads(place: ModuleContext, what: str, rows: int, num_heads: int) -> int:
     """Head width when only the number of heads is declared."""
     if num_heads < 1 or rows % num_heads:
@@ -207,108 +198,87 @@ def divide_heads(place: ModuleContext, what: str, rows: int, num_heads: int) -> 
     return rows // num_heads
 
 
-def _check_counts(place: ModuleContext, **counts: Any) -> None:
-    """Refuse counts that are no whole numbers above zero; None is one that was not declared.
-
-    Raises: TypeError, ValueError.
-    """
-    if not isinstance(place, ModuleContext):
-        raise TypeError(f"place: expected what an adapter is called with, got {describe(place)}")
-    for name, count in counts.items():
-        if count is not None or name == "num_heads":
-            check_int(f"{place.class_name}: {name}", count, at_least=1)
-
-
-def _site(
-    place: ModuleContext, slots: tuple[Slot, Slot, Slot], output: nn.Module | None, facts: dict[str, Any]
-) -> AttentionSite:
-    """A site with facts by the names of the fields that no builder sets.
-
-    Raises: UnknownChoiceError for another name.
-    """
-    for name in facts:
-        check_choice("fact of an attention site", name, FACTS)
-    q, k, v = slots
-    o = output_slot(place, output, q.num_heads, v.head_dim)
-    return AttentionSite(name=place.name, module=place.module, q=q, k=k, v=v, o=o, **facts)
-
-
-def separate_site(
+def build_site(
     place: ModuleContext,
-    q: nn.Module,
-    k: nn.Module,
-    v: nn.Module,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    output: nn.Module | None = None,
-    **facts: Any,
-) -> AttentionSite:
-    """Site of an attention with three projections of their own; heads follow each other in the rows."""
-    _check_counts(place, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    kv_heads = num_kv_heads or num_heads
-    head_dim = head_dim or divide_heads(place, "query", out_features(q), num_heads)
-    value_dim = divide_heads(place, "value", out_features(v), kv_heads)
-    check_rows(place, "query", out_features(q), [num_heads], [head_dim])
-    check_rows(place, "key", out_features(k), [kv_heads], [head_dim])
-    query = projection_slot(q, head_rows(num_heads, head_dim))
-    key = projection_slot(k, head_rows(kv_heads, head_dim))
-    value = projection_slot(v, head_rows(kv_heads, value_dim))
-    return _site(place, (query, key, value), output, facts)
-
-
-def fused_site(
-    place: ModuleContext,
-    qkv: nn.Module,
+    projections: Mapping[str, nn.Module],
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     value_head_dim: int | None = None,
     arrangement: Arrangement = "blocks",
-    order: str = "qkv",
     shards: int = 1,
     output: nn.Module | None = None,
     **facts: Any,
 ) -> AttentionSite:
-    """Site of an attention with one projection that holds Q, K and V."""
-    counts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    _check_counts(place, **counts, value_head_dim=value_head_dim)
+    """Site of an attention layer from its projections.
+
+    Args:
+        place: what an adapter is called with.
+        projections: by what their rows hold, in that order: ``{"q": ..., "k": ..., "v": ...}``, ``{"qkv": ...}``,
+            ``{"q": ..., "kv": ...}``, ``{"vkq": ...}``.
+        num_heads: query heads.
+        num_kv_heads: key/value heads, as many as query heads by default.
+        head_dim: rows of a query or key head; by default what the rows of the queries give.
+        value_head_dim: rows of a value head; by default what the rows of the values give, if these have a projection of
+            their own, else as many as of a query.
+        arrangement: of a projection that holds several: ``blocks`` (all query heads, all key heads, all value heads) or
+            ``groups`` (for each key/value head its query heads, its key, its value).
+        shards: how often the whole arrangement is repeated, for consecutive parts of the heads (CodeGen: 4).
+        output: the output projection.
+        **facts: further fields of the site: ``scale``, ``causal``, ``rotary``, ...
+
+    Raises:
+        UnsupportedLayoutError: rows that are not the declared heads.
+        TypeError, ValueError: counts that are no whole numbers; letters other than q, k and v, each once.
+    """
+    counts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    _check_declared(place, projections, facts, **counts, head_dim=head_dim, value_head_dim=value_head_dim)
     kv_heads = num_kv_heads or num_heads
-    rows = out_features(qkv)
-    head_dim = head_dim or divide_heads(place, "fused q, k, v", rows, num_heads + 2 * kv_heads)
-    value_dim = value_head_dim or head_dim
-    check_rows(place, "fused q, k, v", rows, [num_heads, kv_heads, kv_heads], [head_dim, head_dim, value_dim])
-    layout = QKVLayout(num_heads, head_dim, kv_heads, value_dim, arrangement, order, shards)
-    if len(order) != 3:
-        raise ValueError(f"order: expected q, k and v in a fused projection, got {order!r}")
-    query, key, value = (projection_slot(qkv, layout.rows(role)) for role in "qkv")
-    return _site(place, (query, key, value), output, facts)
+    if num_heads % kv_heads:
+        place.refuse(f"{num_heads} query heads are no multiple of {kv_heads} key/value heads.")
+    rows = {letters: out_features(part) for letters, part in projections.items()}
+    if head_dim is None:
+        letters = next(letters for letters in projections if "q" in letters)
+        heads = sum(num_heads if letter == "q" else kv_heads for letter in letters)
+        head_dim = divide_heads(place, _title(letters), rows[letters], heads)
+    if value_head_dim is None:
+        value_head_dim = divide_heads(place, _title("v"), rows["v"], kv_heads) if "v" in rows else head_dim
+    slots = {}
+    for letters, part in projections.items():
+        layout = QKVLayout(num_heads, head_dim, kv_heads, value_head_dim, arrangement, letters, shards)
+        check_rows(place, _title(letters), rows[letters], layout)
+        slots |= {letter: projection_slot(part, layout.rows(letter)) for letter in letters}
+    o = output_slot(place, output, num_heads, value_head_dim)
+    return AttentionSite(place.name, place.module, slots["q"], slots["k"], slots["v"], o, **facts)
 
 
-def query_and_kv_site(
-    place: ModuleContext,
-    q: nn.Module,
-    kv: nn.Module,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    value_head_dim: int | None = None,
-    arrangement: Arrangement = "blocks",
-    output: nn.Module | None = None,
-    **facts: Any,
-) -> AttentionSite:
-    """Site of an attention with a query projection and one that holds K and V."""
-    counts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    _check_counts(place, **counts, value_head_dim=value_head_dim)
-    kv_heads = num_kv_heads or num_heads
-    head_dim = head_dim or divide_heads(place, "query", out_features(q), num_heads)
-    check_rows(place, "query", out_features(q), [num_heads], [head_dim])
-    value_dim = value_head_dim or head_dim
-    check_rows(place, "fused k, v", out_features(kv), [kv_heads, kv_heads], [head_dim, value_dim])
-    layout = QKVLayout(num_heads, head_dim, kv_heads, value_dim, arrangement, order="kv")
-    query = projection_slot(q, head_rows(num_heads, head_dim))
-    key, value = (projection_slot(kv, layout.rows(role)) for role in "kv")
-    return _site(place, (query, key, value), output, facts)
+def _title(letters: str) -> str:
+    roles = {"q": "query", "k": "key", "v": "value"}
+    return roles.get(letters, f"fused {', '.join(letters)}")
+
+
+def check_rows(place: ModuleContext, what: str, got: int, layout: QKVLayout) -> None:
+    """Refuse a projection whose rows are not the declared heads."""
+    if got != layout.num_rows:
+        terms = " + ".join(f"{layout.count(role)}*{layout.width(role)}" for role in layout.order)
+        place.refuse(
+            f"{what}: rows do not match the declared heads.\n"
+            f"  expected rows: {layout.num_rows} = {terms}     got: {got}"
+        )
+
+
+def _check_declared(place: Any, projections: Any, facts: Mapping[str, Any], **counts: Any) -> None:
+    if not isinstance(place, ModuleContext):
+        raise TypeError(f"place: expected what an adapter is called with, got {describe(place)}")
+    if not isinstance(projections, Mapping) or not all(isinstance(letters, str) for letters in projections):
+        raise TypeError(
+            f"projections: expected modules by letters, such as {{'qkv': m.qkv}}, got {describe(projections)}"
+        )
+    if sorted("".join(projections)) != ["k", "q", "v"]:
+        raise ValueError(f"projections: expected each of the letters q, k, v once, got {list(projections)}")
+    for name, count in counts.items():
+        if count is not None or name == "num_heads":
+            check_int(f"{place.class_name}: {name}", count, at_least=1)
+    for name in facts:
+        check_choice("fact of an attention site", name, FACTS)

@@ -27,7 +27,10 @@ SEPARATE = (
 )
 """A projection of its own for queries, keys and values."""
 
-QUERY_AND_FUSED = (("q", "kv"), ("to_q", "to_kv"), ("q_proj", "kv_proj"), ("wq", "wkv"), ("c_q", "c_kv"))
+QUERY_AND_FUSED = (
+    *(("q", "kv"), ("to_q", "to_kv"), ("q_proj", "kv_proj"), ("wq", "wkv"), ("c_q", "c_kv")),
+    ("q_attn", "c_attn"),
+)
 """One for queries, one for keys and values together."""
 
 FUSED = tuple(

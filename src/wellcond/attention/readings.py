@@ -8,7 +8,7 @@ matrix per head, or a stack of three or four matrices.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,14 +20,13 @@ from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.attention.slot import Slot, stored_parameter
 from wellcond.errors import UnsupportedLayoutError
 
-ARRANGEMENTS = [{"arrangement": arrangement} for arrangement in ("blocks", "groups")]
-ORDERS = [{**one, "order": "".join(order)} for order in itertools.permutations("qkv") for one in ARRANGEMENTS]
-BUILDERS: dict[int, tuple[Callable[..., AttentionSite], list[dict[str, str]]]] = {
-    3: (layout.separate_site, [{}]),
-    2: (layout.query_and_kv_site, ARRANGEMENTS),
-    1: (layout.fused_site, ORDERS),
+ARRANGEMENTS = ("blocks", "groups")
+ORDERS: dict[int, list[tuple[tuple[str, ...], str]]] = {
+    3: [(("q", "k", "v"), "blocks")],
+    2: [(("q", "kv"), arrangement) for arrangement in ARRANGEMENTS],
+    1: [(("".join(order),), one) for order in itertools.permutations("qkv") for one in ARRANGEMENTS],
 }
-"""By the number of projections: the builder that reads them, and its options."""
+"""By the number of projections: what their rows may hold, and in which arrangement."""
 COUNTS = {"num_heads": names.HEADS, "num_kv_heads": names.KV_HEADS, "head_dim": names.HEAD_DIM}
 
 
@@ -94,8 +93,8 @@ def _module_readings(place: ModuleContext) -> Iterator[Reading | UnsupportedLayo
             continue
         parts = tuple(f"{path}.{name}" if path else name for name in found)
         counts = _head_counts(place, path, parts)
-        for count, options in itertools.product(counts, BUILDERS[len(parts)][1]):
-            reading = _fitting(build_reading, place, parts, count, options, output)
+        for count, (letters, arrangement) in itertools.product(counts, ORDERS[len(parts)]):
+            reading = _fitting(build_reading, place, dict(zip(letters, parts, strict=True)), count, arrangement, output)
             yield reading
             if isinstance(reading, Reading) and 1 < reading.streams[0].num_kv_heads < reading.streams[0].num_heads:
                 yield _strided(reading)
@@ -103,24 +102,24 @@ def _module_readings(place: ModuleContext) -> Iterator[Reading | UnsupportedLayo
 
 
 def build_reading(
-    place: ModuleContext, parts: Sequence[str], counts: dict[str, Any], options: dict[str, str], output: str | None
+    place: ModuleContext, parts: Mapping[str, str], counts: dict[str, Any], arrangement: str, output: str | None
 ) -> Reading:
-    """The reading that a builder makes of some parts of a module, with the call as text."""
+    """The reading that `build_site` makes of parts of a module, given by their paths, with the call as text."""
     module = place.module
-    build = BUILDERS[len(parts)][0]
     given = {key: value for key, value in counts.items() if value is not None}
     if given.get("num_kv_heads") == given["num_heads"]:
         del given["num_kv_heads"]
-    modules = [module.get_submodule(path) for path in (*parts, *([] if output is None else [output]))]
-    last = {} if output is None else {"output": modules.pop()}
-    site = build(place, *modules, **given, **options, **last, **_stated_facts(module))
+    options = {"arrangement": arrangement} if len(parts) < 3 else {}
+    last = {} if output is None else {"output": module.get_submodule(output)}
+    modules = {letters: module.get_submodule(path) for letters, path in parts.items()}
+    site = layout.build_site(place, modules, **given, **options, **last, **_stated_facts(module))  # type: ignore[arg-type]
 
     def call(number: Callable[[str], object]) -> str:
-        arguments = ["place", *map(_expression, parts)]
-        arguments += [f"{key}={number(key)}" for key in given]
+        held = ", ".join(f'"{letters}": {_expression(path)}' for letters, path in parts.items())
+        arguments = ["place", f"{{{held}}}", *(f"{key}={number(key)}" for key in given)]
         arguments += [f'{key}="{value}"' for key, value in options.items()]
         arguments += [] if output is None else [f"output={_expression(output)}"]
-        return f"{build.__name__}({', '.join(arguments)})"
+        return f"build_site({', '.join(arguments)})"
 
     def own_name(key: str) -> object:
         named = (name for name in COUNTS[key] if getattr(module, name, None) == given[key])
@@ -148,7 +147,7 @@ def _strided(reading: Reading) -> Reading:
 def _head_counts(place: ModuleContext, path: str, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """What is declared of the heads; where nothing is, every number that the rows allow."""
     holder = replace(place, module=place.module.get_submodule(path))
-    counts = {key: first_int(place, known) or first_int(holder, known) for key, known in COUNTS.items()}
+    counts = {key: place.first_int(known) or holder.first_int(known) for key, known in COUNTS.items()}
     rows = [layout.out_features(place.module.get_submodule(part)) for part in parts]
     if counts["num_heads"] is None and counts["head_dim"] and len(parts) == 3:
         counts["num_heads"], counts["num_kv_heads"] = (size // counts["head_dim"] for size in rows[:2])
@@ -159,15 +158,6 @@ def _head_counts(place: ModuleContext, path: str, parts: Sequence[str]) -> Itera
     for number in range(1, width // 4 + 1):
         if width % number == 0 and width // number <= 256:
             yield {"num_heads": number}
-
-
-def first_int(place: ModuleContext, wanted: Iterable[str]) -> int | None:
-    """The first whole number under one of these names: of the module, else of a config object around it."""
-    for values in ((getattr(place.module, name, None) for name in wanted), (place.config(name) for name in wanted)):
-        for value in values:
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-    return None
 
 
 def _stated_facts(module: nn.Module) -> dict[str, Any]:
@@ -184,9 +174,9 @@ def _streams(site: AttentionSite) -> list[AttentionSite]:
     if not all(layout.is_projection(part) for part in parts):
         return [site]
     output = getattr(site.module, output_name, None)
-    added = layout.separate_site(
+    added = layout.build_site(
         ModuleContext(f"{site.name}.added" if site.name else "added", site.module, site.module),
-        *parts,  # type: ignore[arg-type]
+        dict(zip("qkv", parts, strict=True)),  # type: ignore[arg-type]
         num_heads=site.num_heads,
         num_kv_heads=site.num_kv_heads,
         output=output if layout.is_projection(output) else None,
@@ -262,7 +252,7 @@ def _views(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _heads_of_rows(place: ModuleContext, rows: int) -> tuple[int, int]:
-    heads, kv_heads, width = (first_int(place, known) for known in (names.HEADS, names.KV_HEADS, names.HEAD_DIM))
+    heads, kv_heads, width = (place.first_int(known) for known in (names.HEADS, names.KV_HEADS, names.HEAD_DIM))
     for count in (heads, kv_heads):
         if count and rows % count == 0 and (width is None or count * width == rows):
             return count, rows // count

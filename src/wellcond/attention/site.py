@@ -294,3 +294,11 @@ class ModuleContext:
             if config is not None and hasattr(config, attribute):
                 return getattr(config, attribute)
         return default
+
+    def first_int(self, wanted: Sequence[str]) -> int | None:
+        """The first whole number under one of these names: of the module, else of a config around it."""
+        for values in ((getattr(self.module, name, None) for name in wanted), (self.config(name) for name in wanted)):
+            for value in values:
+                if isinstance(value, int) and not isinstance(value, bool):
+                    return value
+        return None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from wellcond.attention import layout, trial
 from wellcond.attention.kernels import FLOOR
 from wellcond.attention.proof import Proof, prove
-from wellcond.attention.readings import BUILDERS, Reading, build_reading
+from wellcond.attention.readings import ORDERS, Reading, build_reading
 from wellcond.attention.record import SiteRecord, record
 from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.attention.trial import Example, Trial
@@ -279,6 +279,6 @@ def _alternatives(place: ModuleContext, site: AttentionSite) -> Iterator[Reading
     counts = [{"num_heads": site.num_heads, "num_kv_heads": site.num_kv_heads}]
     counts += [{"num_heads": number} for number in range(1, rows) if rows % number == 0]
     for order in itertools.permutations(owners):
-        for count, options in itertools.product(counts, BUILDERS[len(owners)][1]):
+        for count, (letters, arrangement) in itertools.product(counts, ORDERS[len(owners)]):
             with contextlib.suppress(ValueError, TypeError):  # rows that these heads do not divide
-                yield build_reading(place, order, count, options, output)
+                yield build_reading(place, dict(zip(letters, order, strict=True)), count, arrangement, output)

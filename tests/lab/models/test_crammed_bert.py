@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import wellcond as wc
 import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)  # noqa: F401  (adds the models wellcond:NAME)
-from wellcond.attention.layout import fused_site
+from wellcond.attention.layout import build_site
 from wellcond.attention.site import ModuleContext
 from wellcond.errors import ModelSpecError
 from wellcond.lab.models.build import build_model
@@ -232,5 +232,5 @@ def test_site_describes_the_heads_that_are_multiplied():
     x = model.encoder.layers[0].norm1(model.encoder.embedding(ids))
     for slot, heads in zip((site.q, site.k, site.v), multiplied_heads(model, ids, mask), strict=True):
         torch.testing.assert_close(torch.einsum("bnc,hdc->bhnd", x, slot.read()), heads)
-    blocks = fused_site(ModuleContext("", site.module, site.module), site.module.query_key_value, num_heads=2)
+    blocks = build_site(ModuleContext("", site.module, site.module), {"qkv": site.module.query_key_value}, num_heads=2)
     assert not torch.equal(blocks.k.read(), site.k.read())

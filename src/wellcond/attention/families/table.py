@@ -4,7 +4,8 @@ A row maps class names to a function of the module's place, written with columns
 or a rule, a function of the place, where it depends on the module:
 
 - sizes (`num_heads`, `num_kv_heads`, `head_dim`, `value_head_dim`): a number, or the name of an attribute;
-- `arrangement`, `order`, `shards` of a fused weight, as in `wellcond.attention.layout.QKVLayout`;
+- `arrangement` and `shards` of a fused weight, as in `wellcond.attention.layout.build_site`;
+- `letters`: what each projection holds, ``qkv``, ``q kv`` or ``q k v`` by their number where nothing is said;
 - `refuse`: a rule and the reason that it is a module which q, k, v slots cannot express;
 - facts of the site: `kind`, `scale` (a number, `ROOT`, None where it is learned or not one number), `causal`, `cross`,
   `relative_position_bias`, `qk_norm`, `rotary`, `talking_heads`, `roles`;
@@ -13,24 +14,25 @@ or a rule, a function of the place, where it depends on the module:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from wellcond.arguments import check_choice
-from wellcond.attention import layout
 from wellcond.attention.families import Adapter
-from wellcond.attention.layout import FACTS
+from wellcond.attention.layout import FACTS, build_site
 from wellcond.attention.site import AttentionSite, ModuleContext
 
 Rule = Callable[[ModuleContext], Any]
 ROOT = "head_dim ** -0.5"
 """As a scale: the inverse root of the width of a query head."""
 SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_head_dim")
-STORAGE = (*SIZES, "arrangement", "order", "shards")
-COLUMNS = (*STORAGE, *FACTS, "refuse")
+STORAGE = (*SIZES, "arrangement", "shards")
+COLUMNS = (*STORAGE, "letters", *FACTS, "refuse")
+LETTERS = {1: "qkv", 2: "q kv", 3: "q k v"}
+"""What the projections hold, by their number."""
 
 # What changes the mathematics and no other field of a site expresses.
 ATTENTION_SINKS = "attention sinks"
@@ -128,7 +130,7 @@ def value_of(column: Any, place: ModuleContext) -> Any:
 
 
 def storage_of(place: ModuleContext, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes and arrangement as the builders take them, without what is not declared."""
+    """Sizes and arrangement as `build_site` takes them, without what is not declared."""
     found = {name: value_of(columns[name], place) for name in STORAGE if name in columns}
     for name in SIZES:
         if isinstance(found.get(name), str):
@@ -136,11 +138,12 @@ def storage_of(place: ModuleContext, columns: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in found.items() if value is not None}
 
 
-def build(place: ModuleContext, parts: Iterable[nn.Module], **declared: Any) -> AttentionSite:
-    """Site of three projections, of a query and a fused one, or of one for all."""
-    parts = list(parts)
-    builder: Any = {1: layout.fused_site, 2: layout.query_and_kv_site, 3: layout.separate_site}[len(parts)]
-    return builder(place, *parts, **declared)
+def build(
+    place: ModuleContext, parts: Sequence[nn.Module], columns: Mapping[str, Any], **declared: Any
+) -> AttentionSite:
+    """Site of projections that hold what the columns say."""
+    letters = columns.get("letters", LETTERS[len(parts)]).split()
+    return build_site(place, dict(zip(letters, parts, strict=True)), **declared)
 
 
 def part_named(module: Any, path: str) -> Any:
@@ -199,7 +202,7 @@ def attention(
         if parts is None:
             place.refuse(f"it has no projections under the names {projections}.")
         out = None if output is None else part_named(place.module, output)
-        site = with_facts(place, build(place, parts, output=out, **storage_of(place, columns)), columns)
+        site = with_facts(place, build(place, parts, columns, output=out, **storage_of(place, columns)), columns)
         return site if then is None else then(site)
 
     return describe

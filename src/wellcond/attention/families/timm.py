@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention import layout
 from wellcond.attention.families import Adapter, refused, table
 from wellcond.attention.families.table import ROOT, Rule, around, attribute, by_class, has, holds, with_facts
 from wellcond.attention.layout import QKVLayout, head_rows, output_slot, projection_slot
@@ -101,18 +100,6 @@ def parallel_block(place: ModuleContext) -> AttentionSite:
     return with_facts(place, site, {"scale": stated_scale, "qk_norm": query_key_norm})
 
 
-def tnt(place: ModuleContext) -> AttentionSite:
-    """TNT: queries and keys in one projection, values in another."""
-    module: Any = place.module
-    rows = QKVLayout(module.num_heads, module.head_dim, order="qk").rows
-    q, k = projection_slot(module.qk, rows("q")), projection_slot(module.qk, rows("k"))
-    value_dim = layout.divide_heads(place, "value", layout.out_features(module.v), module.num_heads)
-    v = projection_slot(module.v, head_rows(module.num_heads, value_dim))
-    o = output_slot(place, module.proj, module.num_heads, value_dim)
-    site = AttentionSite(name=place.name, module=module, q=q, k=k, v=v, o=o)
-    return with_facts(place, site, {"scale": stated_scale})
-
-
 # What stands between the heads and W_O in ViT, EVA and NaFlexViT: a norm (`scale_norm`), a gate (`gated`).
 BEFORE_OUTPUT: dict[str, Rule] = {
     table.OUTPUT_NORM: lambda place: norm_kind(getattr(place.module, "norm", None)) is not None,
@@ -152,7 +139,7 @@ ROWS: dict[str, Adapter] = {
         modifiers={table.QUERY_POSITION_TERM: has("use_rel_pos")},
     ),
     "models.vision_transformer.ParallelScalingBlock": parallel_block,
-    "models.tnt.Attention": tnt,
+    "models.tnt.Attention": attention("qk v", letters="qk v", qk_norm=None),
     # Linear maps over the heads before and after the softmax.
     "models.cait.TalkingHeadAttn": attention(talking_heads=True),
     # Class tokens and learned latents.

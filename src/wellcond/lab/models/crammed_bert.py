@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from wellcond.attention.find import register_adapter
-from wellcond.attention.layout import fused_site
+from wellcond.attention.layout import build_site
 from wellcond.attention.site import AttentionSite, ModuleContext
 from wellcond.lab.settings import Settings
 
@@ -97,9 +97,9 @@ def crammed_self_attention(place: ModuleContext) -> AttentionSite:
     """Rows [heads, 3, head width]."""
     module = place.module
     assert isinstance(module, CrammedSelfAttention)
-    return fused_site(
+    return build_site(
         place,
-        module.query_key_value,
+        {"qkv": module.query_key_value},
         num_heads=module.num_heads,
         arrangement="groups",
         output=place.parent["dense"] if isinstance(place.parent, nn.ModuleDict) else None,
