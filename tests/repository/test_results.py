@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
-from wellcond.lab.recipe import Recipe
+from wellcond.lab.recipe import Recipe, config_hash
 from wellcond.lab.records import leaves_of, load_comparisons
 from wellcond.lab.report.tuning import find_tuning
 
@@ -41,6 +41,8 @@ def test_every_stored_configuration_is_a_recipe_of_today():
         recipe = Recipe.model_validate(config)
         again = dict(leaves_of(recipe.config(recipe.method, 0)))
         assert {path: again.get(path) for path, _ in leaves_of(config)} == dict(leaves_of(config)), file
+        # so that a comparison that is unpacked repeats none of its runs
+        assert config_hash(recipe.config(recipe.method, 0)) == config_hash({**config, "seed": 0}), file
 
 
 def test_links_of_claims_lead_to_the_records():

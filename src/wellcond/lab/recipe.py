@@ -247,8 +247,6 @@ class Recipe(Settings):
 
 
 NEUTRAL = {
-    "data.test_split": None,
-    "task.stride": None,
     "schedule.rate_of": "update",
     "schedule.over_warmup": False,
     "augmentation.mixed_together": 1,
@@ -257,30 +255,39 @@ NEUTRAL = {
     "precision.channels_last": False,
     "optimizer.fused": False,
     "task.metric": "perplexity",
-    "optimizer.qk_clip": None,
-    "optimizer.spectral_cap": None,
-    "model.token_correction": None,
+    "optimizer.heads": "fused",
 }
-"""Fields that came after the first records, with the values at which a run is what it was without them."""
+"""Fields that came after the first records, with the values at which a run is what it was without them.
+
+A later field may also be None, which is the same as none.
+"""
 
 
-WITHOUT_EFFECT = ("workers", "recompute", "shard")
-"""Fields of `training` that change how a run is computed, to rounding."""
+WITHOUT_EFFECT = {"training": ("workers", "recompute", "shard"), "tracking": ("budget",)}
+"""Fields by part that change how a run is computed, to rounding, or how much of it is measured."""
 
 
 def with_effect(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a configuration that changes a run's numbers; a run may be resumed with another rest.
 
-    Fields of `NEUTRAL` are left out at their values there, so that older records keep their hash.
+    Fields that are None, and those of `NEUTRAL` at their values there, are left out, so that older records keep their
+    hash.
     """
     kept = {key: value for key, value in config.items() if key not in ("title", "description", "checkpoint", "logging")}
     for path, neutral in NEUTRAL.items():
         part, _, field = path.partition(".")
         kept[part] = {key: value for key, value in (kept.get(part) or {}).items() if (key, value) != (field, neutral)}
-    kept["training"] = {key: value for key, value in kept["training"].items() if key not in WITHOUT_EFFECT}
+    for part, fields in WITHOUT_EFFECT.items():
+        kept[part] = {key: value for key, value in (kept.get(part) or {}).items() if key not in fields}
     # What a method sets is in the other parts of the configuration already.
     kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}
-    return kept
+    return _without_none(kept)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def config_hash(config: dict[str, Any]) -> str:
