@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.problem import JacobianSpectrum
-from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
-from wellcond.jacobian.softmax import SoftmaxJacobian
+from wellcond.jacobian.rowwise import RowwiseHead
+from wellcond.jacobian.softmax import RowSoftmax, SoftmaxJacobian, TokenMap
 from wellcond.jacobian.solve import operator_spectrum
 from wellcond.jacobian.spectrum import jacobian_spectrum
 from wellcond.lab.nystrom import NystromJacobian
@@ -165,8 +165,7 @@ def rotated_head(head: Head, angles: Tensor) -> RowwiseHead:
     query, key = (TokenMap((turn @ rows[:, :, None])[..., 0], turn) for rows in (head.queries()[0], head.keys()))
     logits = head.scale * query.value @ key.value.T
     p = (logits if head.mask is None else logits + head.mask).softmax(-1)
-    values = TokenMap(head.values(), torch.eye(head.value_dim, dtype=torch.float64).expand(len(key.value), -1, -1))
-    return RowwiseHead(head, query, key, RowSoftmax(p, torch.full_like(p, head.scale), values))
+    return RowwiseHead(head, query, key, RowSoftmax(p, torch.full_like(p, head.scale), TokenMap(head.values())))
 
 
 def digits(size: Size, case: Case) -> Result:

@@ -6,10 +6,9 @@ import torch
 from hypothesis import strategies as st
 
 from wellcond.jacobian.head import Head
-from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
-from wellcond.jacobian.softmax import SoftmaxJacobian
+from wellcond.jacobian.rowwise import RowwiseHead
+from wellcond.jacobian.softmax import RowSoftmax, SoftmaxJacobian, TokenMap, stacked_jacobian
 from wellcond.jacobian.solve import operator_spectrum
-from wellcond.jacobian.stacked import stacked_jacobian
 
 F64 = torch.float64
 
@@ -128,8 +127,4 @@ def softmax_of(head, query, key):
     """The softmax of s Qhat Khat^T + mask, and values as they are."""
     logits = head.scale * query.value @ key.value.T
     logits = (logits if head.mask is None else logits + head.mask).flatten(0, 1)
-    return RowSoftmax(logits.softmax(-1), torch.full_like(logits, head.scale), as_they_are(head.values()))
-
-
-def as_they_are(rows):
-    return TokenMap(rows, torch.eye(rows.shape[1], dtype=F64).expand(*rows.shape, -1))
+    return RowSoftmax(logits.softmax(-1), torch.full_like(logits, head.scale), TokenMap(head.values()))

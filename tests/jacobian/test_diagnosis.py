@@ -5,7 +5,8 @@ import torch
 
 from jacobian.test_solve import causal
 from wellcond.jacobian.diagnosis import attention_statistics, block_norms, diagnose_head
-from wellcond.jacobian.head import Head, build_factors
+from wellcond.jacobian.factors import build_factors
+from wellcond.jacobian.head import Head
 from wellcond.jacobian.softmax import dense_jacobian
 
 F64 = torch.float64

@@ -7,12 +7,10 @@ import torch
 
 from wellcond.jacobian import problem
 from wellcond.jacobian.ends import factorise_, least_singular_value, no_eigenvalue_below, solve_float32
+from wellcond.jacobian.factors import build_factors, explicit_jacobian
 from wellcond.jacobian.gauge import parameter_steps
-from wellcond.jacobian.head import Head, build_factors
-from wellcond.jacobian.softmax import (
-    SoftmaxJacobian,
-    explicit_jacobian,
-)
+from wellcond.jacobian.head import Head
+from wellcond.jacobian.softmax import SoftmaxJacobian
 from wellcond.jacobian.solve import operator_spectrum
 
 F64 = torch.float64

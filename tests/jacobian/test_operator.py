@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from jacobian.operators import check_head, check_operator, dense_of, mapped_head, normals, random_heads
 from jacobian.test_channel import WK, WQ, WV, X, channel_function
 from jacobian.test_rowwise import head_function
-from wellcond.errors import WeightError
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.head import Head
-from wellcond.jacobian.operator import MappedRows, ProjectedHeads
+from wellcond.jacobian.operator import MappedOutputs
 from wellcond.jacobian.problem import union_condition_number
 from wellcond.jacobian.softmax import SoftmaxJacobian
 from wellcond.jacobian.solve import operator_spectrum
@@ -26,7 +25,10 @@ G1_EXCHANGED = Head(X, WK, WQ, WV, S)
 
 def projected(operators, w_o):
     outputs = [one.output() if one.output().dim() == 3 else one.output()[None] for one in operators]
-    return ProjectedHeads(tuple(operators), tuple(tuple(output.shape) for output in outputs), w_o)
+    sizes, tokens = [(len(output), output.shape[2]) for output in outputs], outputs[0].shape[1]
+    parts = w_o.split([heads * dv for heads, dv in sizes], dim=1)
+    maps = tuple(part.reshape(1, len(w_o), *size) for part, size in zip(parts, sizes, strict=True))
+    return MappedOutputs(tuple(operators), maps, tokens, "W_O")
 
 
 def layer_function(functions, layer):
@@ -39,7 +41,7 @@ def layer_function(functions, layer):
             output = head(*given[at : at + count])
             outputs += [output] if output.dim() == 2 else list(output)
             at += count
-        return torch.cat(outputs, -1) @ layer.w_o.T
+        return torch.cat(outputs, -1) @ torch.cat([block.flatten(2)[0] for block in layer.maps], 1).T
 
     return function, tuple(p for _, parameters in functions for p in parameters)
 
@@ -100,10 +102,10 @@ def test_a_gate_behind_the_heads():
     """One block for each token, here also from head to head."""
     normal = normals(7)
     head = Head(normal(5, 4), normal(2, 3, 4), normal(3, 4), normal(2, 4), 0.7)
-    maps = normal(2, 2, 5, 3, 2)
+    maps = normal(5, 2, 3, 2, 2)
     inner, (function, parameters) = SoftmaxJacobian(head), head_function(head)
-    gated = lambda *w: torch.einsum("hknop,knp->hno", maps, function(*w))  # noqa: E731
-    check_head(MappedRows(inner, maps, gated(*parameters)), gated, parameters)
+    gated = lambda *w: torch.einsum("nhokp,knp->hno", maps, function(*w))  # noqa: E731
+    check_head(MappedOutputs((inner,), (maps,), 5, value=gated(*parameters)), gated, parameters)
 
 
 def test_heads_of_different_kinds_in_one_layer():
@@ -139,7 +141,5 @@ def test_the_product_never_forms_a_matrix_of_outputs():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="w_o: expected 2 columns"):
-        projected([SoftmaxJacobian(G1)], normals(5)(3, 4))
-    with pytest.raises(WeightError, match="w_o"):
-        projected([SoftmaxJacobian(G1)], normals(5)(3, 2) / 0.0)
+    with pytest.raises(ValueError, match="does not read 6 outputs"):
+        MappedOutputs((SoftmaxJacobian(G1),), (normals(5)(1, 3, 1, 3),), 3)

@@ -8,12 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jacobian.operators import head_spectrum
-from wellcond.jacobian import head, problem, softmax, stacked
+from wellcond.jacobian import factors, problem, softmax
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.problem import Problem
-from wellcond.jacobian.softmax import SoftmaxJacobian
+from wellcond.jacobian.softmax import SoftmaxJacobian, StackedJacobian
 from wellcond.jacobian.solve import operator_spectrum
-from wellcond.jacobian.stacked import StackedJacobian
 
 
 class PeakBytes(TorchDispatchMode):
@@ -56,8 +55,8 @@ def some_head(tokens=16, width=24, head_dim=8):
 def explicit_jacobians(monkeypatch):
     """How often the matrix itself is built."""
     built = []
-    build = stacked.explicit_jacobian
-    monkeypatch.setattr(stacked, "explicit_jacobian", lambda blocks: built.append(1) or build(blocks))
+    build = softmax.explicit_jacobian
+    monkeypatch.setattr(softmax, "explicit_jacobian", lambda blocks: built.append(1) or build(blocks))
     return built
 
 
@@ -86,9 +85,9 @@ def test_a_stack_too_large_for_its_eigenvalues_is_never_built(limit, method, exp
 )
 @pytest.mark.parametrize("method", ["gram", "cholesky", "implicit"])
 def test_a_method_needs_no_more_memory_than_it_says(form, method, monkeypatch):
-    for module in (head, softmax, stacked):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 2**14)
-    form.__dict__.pop("factors", None)  # cached by an earlier case
+    monkeypatch.setattr(factors, "CHUNK_BYTES", 2**14)
+    for cached in ("factors", "wide"):  # by an earlier case
+        form.__dict__.pop(cached, None)
     said = Problem(form).needed_bytes(method)
     with PeakBytes() as held:
         operator_spectrum(form, method=method, memory_limit=2**40)

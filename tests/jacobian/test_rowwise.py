@@ -22,7 +22,8 @@ from jacobian.operators import (
 from wellcond.errors import WeightError
 from wellcond.jacobian.diagnosis import diagnose_head
 from wellcond.jacobian.head import Head, softmax_weights
-from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
+from wellcond.jacobian.rowwise import RowwiseHead
+from wellcond.jacobian.softmax import RowSoftmax, TokenMap
 from wellcond.jacobian.solve import operator_spectrum
 
 

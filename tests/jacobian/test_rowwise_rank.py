@@ -5,11 +5,12 @@ import torch
 import torch.nn.functional as F
 
 import wellcond.jacobian.problem as limits
-from jacobian.operators import as_they_are, causal, check_head, evaluated, mapped_head, normals, numerical_rank
+from jacobian.operators import causal, check_head, evaluated, mapped_head, normals, numerical_rank
 from jacobian.test_rowwise import angles, head_function, rope
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.problem import Problem
-from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead
+from wellcond.jacobian.rowwise import RowwiseHead
+from wellcond.jacobian.softmax import RowSoftmax, TokenMap
 from wellcond.jacobian.solve import choose, operator_spectrum
 
 F64 = torch.float64
@@ -99,7 +100,7 @@ def capped_softmax(head, query, key, cap, sink):
     capped = cap * (logits / cap).tanh() + causal(len(key.value))
     everything = torch.cat([capped, capped.new_full((len(capped), 1), sink)], 1)
     slope = head.scale * (1 - (logits / cap).tanh().square())
-    return RowSoftmax(everything.softmax(-1), slope, as_they_are(head.values()))
+    return RowSoftmax(everything.softmax(-1), slope, TokenMap(head.values()))
 
 
 def test_soft_cap_is_a_factor_on_the_logits_and_a_sink_a_key_without_value():

@@ -7,10 +7,9 @@ from far_device import FAR, Far, FarDevice
 from wellcond.jacobian import problem
 from wellcond.jacobian.diagnosis import all_attention_statistics, diagnose_head, log10_kappa_bound, softmax_spectra
 from wellcond.jacobian.head import Head, can_stack
-from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians
+from wellcond.jacobian.softmax import SoftmaxJacobian, StackedJacobian, softmax_jacobians, stacked_jacobian
 from wellcond.jacobian.solve import operator_spectra, operator_spectrum
 from wellcond.jacobian.spectrum import jacobian_spectrum
-from wellcond.jacobian.stacked import StackedJacobian, stacked_jacobian
 from wellcond.linalg.spectrum import where_decomposed
 from wellcond.theory import kappa_bound, papers_bound, softmax_spectrum
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from jacobian.operators import F64, causal, check_operator, random_heads, tensor
 from wellcond.errors import MemoryLimitError, UnknownChoiceError, WeightError
-from wellcond.jacobian.head import Head, build_factors
+from wellcond.jacobian.factors import build_factors, explicit_jacobian, parameter_gram
+from wellcond.jacobian.head import Head
 from wellcond.jacobian.problem import Problem
-from wellcond.jacobian.softmax import SoftmaxJacobian, dense_jacobian, explicit_jacobian, parameter_gram
+from wellcond.jacobian.softmax import SoftmaxJacobian, dense_jacobian, stacked_jacobian
 from wellcond.jacobian.solve import SOLVERS, choose, operator_spectrum
 from wellcond.jacobian.spectrum import jacobian_spectrum
-from wellcond.jacobian.stacked import stacked_jacobian
 
 G1 = {
     "x": tensor([[1, 0, 0, 1], [0, 1, 0, -1], [0, 0, 1, 1]]),

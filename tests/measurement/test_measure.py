@@ -235,7 +235,7 @@ def test_a_layer_that_fails_through_its_output_projection_leaves_the_rest():
     report = wc.measure(model, X[:1], output=True)
     whole, broken = report.layers
     assert whole.with_output is not None and len(whole.heads) == len(broken.heads) == 3 and not broken.problem
-    assert broken.with_output is None and "w_o has NaN or infinite entries" in broken.output_problem
+    assert broken.with_output is None and "W_O has NaN or infinite entries" in broken.output_problem
     assert "not measured through W_O: w_o has NaN" in report.to_table()
 
 

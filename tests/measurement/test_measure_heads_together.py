@@ -15,16 +15,8 @@ import wellcond as wc
 import wellcond.measurement.measure as measurement
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.diagnosis import block_norms
-from wellcond.jacobian.head import (
-    FactorStack,
-    Head,
-    JacobianFactors,
-    build_all_factors,
-    build_factors,
-    can_stack,
-    stack_factors,
-    stack_heads,
-)
+from wellcond.jacobian.factors import FactorStack, JacobianFactors, build_all_factors, build_factors, stack_factors
+from wellcond.jacobian.head import Head, can_stack, stack_heads
 from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size
 from wellcond.jacobian.solve import operator_spectra, operator_spectrum
 from wellcond.measurement.records import NUMERICAL

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import build_factors
+from wellcond.jacobian.factors import build_factors
 from wellcond.jacobian.ranks import contains_ones, logit_rank
 from wellcond.linalg.orthogonal import polar
 from wellcond.linalg.spectrum import singular_values, spectrum

@@ -8,7 +8,8 @@ factor by a printed error, so that an erratum is the distance between two calls.
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import Head, weighted_covariances
+from wellcond.jacobian.factors import weighted_covariances
+from wellcond.jacobian.head import Head
 
 F64 = torch.float64
 

@@ -10,7 +10,7 @@ import wellcond.jacobian.head as factors_module
 from theory import cases
 from theory.reference import F64, head, lambda_hat, softmax_jacobian, tensor
 from wellcond.errors import HypothesisError, UnknownChoiceError, WeightError, WellcondError
-from wellcond.jacobian.head import build_factors
+from wellcond.jacobian.factors import build_factors
 from wellcond.theory import (
     Head,
     exact_case,

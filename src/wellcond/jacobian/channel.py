@@ -43,8 +43,8 @@ from torch import Tensor
 
 from wellcond.jacobian.ends import from_the_right
 from wellcond.jacobian.head import compressed, softmax_weights, through_softmax, with_constant
-from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, Triangle, TriangleHint
-from wellcond.jacobian.ranks import RankBound, rank_and_ones
+from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, RankBound, Side, TriangleHint
+from wellcond.jacobian.ranks import rank_and_ones
 from wellcond.linalg.spectrum import cast_to_float64, default_rtol, move_to, singular_values
 
 TENSORS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
@@ -225,7 +225,7 @@ class ChannelHead(JacobianOperator):
         rows = min(e, self.num_tokens) * c
         return 8 * (3 * rows * (c * xq.shape[1] + e * xk.shape[1] + 1 + rows) + 2 * self.num_outputs**2)
 
-    def _triangle(self, tolerance: float) -> Triangle:
+    def _triangle(self, tolerance: float) -> tuple[Tensor, float]:
         """See Note [Channel triangle]; nothing is dropped, whatever the tolerance."""
         (xq, xk, xv), channels = self._inputs, len(self.p)
         turn, r_v = torch.linalg.qr(self.v, mode="complete")
@@ -244,7 +244,7 @@ class ChannelHead(JacobianOperator):
         entries[:rows, :rows] = from_the_right(torch.cat(wide, dim=1))[0]
         entries[:rows, rows:] = _kron(of_tokens[:first, first:], r_p)
         entries[rows:, rows:] = _kron(of_tokens[first:, first:], r_p)
-        return Triangle(entries, 0.0)
+        return entries, 0.0
 
     @cached_property
     def _z(self) -> Tensor:

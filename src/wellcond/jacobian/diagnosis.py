@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from wellcond.attention.kernels import AttentionStatistics, statistics_of_maps
-from wellcond.jacobian.head import FactorStack, Head, JacobianFactors, build_factors, stack_heads
+from wellcond.jacobian.factors import FactorStack, JacobianFactors, build_factors
+from wellcond.jacobian.head import Head, stack_heads
 from wellcond.jacobian.problem import Convention
 from wellcond.linalg.lanczos import largest_eigenvalues
 from wellcond.linalg.spectrum import (

@@ -48,8 +48,8 @@ def from_triangle(task: Task, why: str = "") -> JacobianSpectrum:
         return task.from_singular_values(torch.zeros(1, dtype=torch.float64))
     largest = math.sqrt(top.value)
     tolerance = problem.rtol * largest
-    found = problem.hints.triangle.build(tolerance)
-    if float(found.entries.diagonal().abs().min()) <= torch.finfo(torch.float64).eps ** 2 * largest:
+    triangle, dropped = problem.hints.triangle.build(tolerance)
+    if float(triangle.diagonal().abs().min()) <= torch.finfo(torch.float64).eps ** 2 * largest:
         # No diagonal entry is below the least singular value, and solving with this one would overflow.
         return task.record(
             largest,
@@ -61,13 +61,13 @@ def from_triangle(task: Task, why: str = "") -> JacobianSpectrum:
             rank_bounds=(0.0, tolerance),
             num_products=top.num_products,
         )
-    bottom = largest_of_inverse(found.entries)
-    smallest, rank = 1 / math.sqrt(bottom.value), len(found.entries)
-    error = problem.rounding * largest + found.dropped
+    bottom = largest_of_inverse(triangle)
+    smallest, rank = 1 / math.sqrt(bottom.value), len(triangle)
+    error = problem.rounding * largest + dropped
     sure = top.converged and bottom.converged and smallest > SURE * max(error, tolerance)
     if smallest <= tolerance:
         # The lower end fades into rounding: count what is below, as far as LOWEST reaches.
-        low = lowest_singular_values(found.entries, LOWEST)
+        low = lowest_singular_values(triangle, LOWEST)
         rank -= int((low <= tolerance).sum())
         smallest = float(low[low > tolerance].min()) if bool((low > tolerance).any()) else tolerance
     known = problem.hints.bounds()[0] if rank == problem.gram.size else 0.0

@@ -20,9 +20,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import Head, JacobianFactors, compressed
+from wellcond.jacobian.factors import JacobianFactors, parameter_gram, table
+from wellcond.jacobian.head import Head, compressed
 from wellcond.jacobian.operator import GramSteps
-from wellcond.jacobian.softmax import in_float32, parameter_gram, pull_back, push_forward, table
 from wellcond.linalg.spectrum import row_space
 
 SCHUR_ROWS = 1024  # of the lower triangle that are updated together
@@ -76,7 +76,7 @@ class ParameterSteps(GramSteps):
 
     def lower_float32(self, largest: float) -> Tensor:
         """J^T J / largest^2 + Z Z^T."""
-        return self._lifted(in_float32(self.factors, largest), 1.0)
+        return self._lifted(self.factors.in_float32(largest), 1.0)
 
     def shifted(self, largest: float, bound: float) -> Tensor | None:
         """A Schur complement of A = J^T J + largest^2 Z Z^T - bound I, the lower triangle: that of Q and K.
@@ -140,11 +140,11 @@ class ParameterSteps(GramSteps):
 
     def forward(self, rows: Tensor) -> Tensor:
         """J w."""
-        return push_forward(self.factors, rows)
+        return self.factors.backward(rows)
 
     def backward(self, rows: Tensor) -> Tensor:
         """J^T u."""
-        return pull_back(self.factors, rows)
+        return self.factors.forward(rows)
 
     def scaled_matmat(self, rows: Tensor, largest: float) -> Tensor:
         """(J^T J / largest^2 + Z Z^T) w."""

@@ -1,4 +1,4 @@
-r"""One softmax head (or the heads of one key/value group) on given tokens, and the factors its Jacobian is made of.
+r"""One softmax head (or the heads of one key/value group) on given tokens.
 
 Legend (theory.md, section 3; everything float64):
 
@@ -7,20 +7,12 @@ Legend (theory.md, section 3; everything float64):
     r                                   a row of the output: a token of a head; R = g N rows for g grouped heads
     P  R x M    softmax of s Q K^T + mask;  p_r a row of it;   o_r = V^T p_r the output
     Lambda_r    diag(p_r) - p_r p_r^T
-    M_r = s V^T Lambda_r K  (dv x d)    B_r = s V^T Lambda_r Y  (dv x E)
-
-The Jacobian is made of rows
-
-    J_Q[r]: (a, c) -> x_r[a] M_r[:, c]        J_K[r]: (a, c) -> B_r[:, a] q_r[c]        J_V[r]: (a, o) -> (P Y)_r[a] e_o
-
-so it depends on the tokens of the keys only through Gram matrices: Y may be replaced by any L with L L^T = Y Y^T.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,10 +20,8 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
-from wellcond.linalg.spectrum import cast_to_float64, move_to, singular_values
+from wellcond.linalg.spectrum import cast_to_float64, move_to
 
-CHUNK_BYTES = 64 * 2**20
-NAMES = ("x", "q", "py", "m", "b", "p", "k", "v")
 TENSORS = ("x", "w_q", "w_k", "w_v", "mask", "y", "b_q", "b_k", "b_v")
 GROUPED = {"w_q": 3, "b_q": 2, "mask": 3}  # dimensions with the axis of a group of query heads, which may lack
 
@@ -247,102 +237,6 @@ def stack_heads(heads: Sequence[Head]) -> HeadStack:
     return HeadStack(scale=heads[0].scale, **{name: together(name) for name in TENSORS})
 
 
-@dataclass(frozen=True, eq=False)
-class JacobianFactors:
-    """The factors of one head; see the legend of this file.
-
-    `x` (R, gD~) are the inputs of the query parameters as each row sees them, a bias being one more constant input, and
-    a query head of a group owning its own columns. `py` likewise for the value parameters. The bias of the keys has a
-    zero Jacobian (V^T Lambda_r 1 = 0) and does not appear.
-    """
-
-    x: Tensor
-    q: Tensor
-    py: Tensor
-    m: Tensor
-    b: Tensor
-    p: Tensor = field(repr=False)
-    k: Tensor = field(repr=False)
-    v: Tensor = field(repr=False)
-    built_with: tuple[FactorStack, int] | None = field(default=None, repr=False)
-    """The factors of all heads that were built together with these, and the place of these among them."""
-
-    def for_all(self, compute: Callable[[Any], Tensor], name: str = "") -> Tensor:
-        """What `compute` finds for this head, on the CPU: of all its factors, or of the one with this name.
-
-        A function of a module is run once for all heads that were built together, and its result is kept.
-        """
-        stack, index = self.built_with or (stack_factors([self]), 0)
-        if (compute, name) not in stack.cache:
-            stack.cache[compute, name] = compute(getattr(stack, name) if name else stack).cpu()
-        return stack.cache[compute, name][index]
-
-    def values(self, name: str) -> Tensor:
-        """Singular values of one of the factors; of every M_r."""
-        return self.for_all(_values, name)
-
-
-@dataclass(frozen=True, eq=False)
-class FactorStack(JacobianFactors):
-    """Factors of heads of one shape: tensors have one axis more in front."""
-
-    cache: dict[tuple[Callable[[Any], Tensor], str], Tensor] = field(default_factory=dict, repr=False)
-    """Results of `for_all`."""
-
-
-def _values(stacked: Tensor) -> Tensor:
-    return once(singular_values, stacked)
-
-
-def once(function: Callable[[Tensor], Tensor], stacked: Tensor) -> Tensor:
-    """`function` of every entry of a stack; of one alone where `stack_heads` found that all are the same."""
-    found = function(stacked if stacked.stride(0) else stacked[:1])
-    return found.expand(len(stacked), *found.shape[1:])
-
-
-def stack_factors(factors: Sequence[JacobianFactors]) -> FactorStack:
-    """Factors of one shape together; without a copy where all that were built together are asked for, in that order."""
-    built = [one.built_with for one in factors]
-    if built[0] is not None and len(factors) == len(built[0][0].m):
-        stack = built[0][0]
-        if all(place is not None and place[0] is stack and place[1] == at for at, place in enumerate(built)):
-            return stack
-
-    def together(name: str) -> Any:
-        tensors = [getattr(one, name) for one in factors]
-        return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
-
-    return FactorStack(**{name: together(name) for name in NAMES})
-
-
-def build_factors(head: Head, *, biases: bool = False) -> JacobianFactors:
-    """The factors of a head; `biases` count as parameters.
-
-    Y is replaced by an equivalent L with at most as many columns as tokens: singular values are unchanged.
-    """
-    return build_all_factors([head], biases=biases)[0]
-
-
-def build_all_factors(heads: Sequence[Head], *, biases: bool = False) -> list[JacobianFactors]:
-    """`build_factors` of heads that `can_stack`, computed together."""
-    stack = stack_heads(heads)
-    g = stack.num_query_heads
-    p, k, v = stack.probabilities().flatten(1, 2), stack.keys(), stack.values()
-    y = once(compressed, stack.memory)
-    x = y if stack.y is None else once(compressed, stack.x)
-    x = with_constant(x, biases and stack.b_q is not None)
-    if g > 1:  # each query head of a group has its own columns
-        eye = torch.eye(g, dtype=x.dtype, device=x.device)
-        x = torch.einsum("gf,hna->hgnfa", eye, x).flatten(3).flatten(1, 2)
-    py = with_constant(p @ y, biases and stack.b_v is not None)
-    m, b = weighted_covariances(p, k, v, y, stack.scale)
-    built = FactorStack(x=x, q=stack.queries().flatten(1, 2), py=py, m=m, b=b, p=p, k=k, v=v)
-    return [
-        JacobianFactors(x[at], built.q[at], py[at], m[at], b[at], p[at], k[at], v[at], built_with=(built, at))
-        for at in range(len(heads))
-    ]
-
-
 def compressed(tokens: Tensor) -> Tensor:
     """L with L L^T = T T^T and min(N, D) columns: the R factor of T^T, transposed."""
     if tokens.shape[-2] >= tokens.shape[-1]:
@@ -353,25 +247,6 @@ def compressed(tokens: Tensor) -> Tensor:
 def with_constant(tokens: Tensor, constant: bool) -> Tensor:
     """The inputs of a projection: tokens, and the constant input of its bias if that is a parameter."""
     return torch.cat([tokens, torch.ones_like(tokens[..., :1])], -1) if constant else tokens
-
-
-def weighted_covariances(p: Tensor, k: Tensor, v: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """M_r and B_r, in the centred form, which keeps relative accuracy when p_r is nearly one-hot.
-
-    V^T Lambda_r Z = sum_j p_rj (v_j - o_r) (z_j - Z^T p_r)^T
-    """
-    (*front, rows, keys), dv = p.shape, v.shape[-1]
-    m, b = p.new_empty(*front, rows, dv, k.shape[-1]), p.new_empty(*front, rows, dv, y.shape[-1])
-    widest = max(dv, k.shape[-1], y.shape[-1])
-    size = max(1, CHUNK_BYTES // (8 * math.prod(front) * keys * widest))
-    k, v, y = k[..., None, :, :], v[..., None, :, :], y[..., None, :, :]
-    for at in range(0, rows, size):
-        some = slice(at, at + size)
-        part = p[..., some, None, :]
-        weighted_v = scale * part.mT * (v - part @ v)
-        m[..., some, :, :] = weighted_v.mT @ (k - part @ k)
-        b[..., some, :, :] = weighted_v.mT @ (y - part @ y)
-    return m, b
 
 
 def through_softmax(p: Tensor, t: Tensor) -> Tensor:

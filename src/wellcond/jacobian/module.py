@@ -27,8 +27,7 @@ from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot, corrections_of, effective_weight, remove_conditioning
 from wellcond.errors import CopyError, ReplayError, UnsupportedLayoutError, WeightError
 from wellcond.jacobian.capture import CapturedAttention, is_map, tolerance
-from wellcond.jacobian.operator import GramOperator, JacobianOperator, Side
-from wellcond.jacobian.ranks import RankBound
+from wellcond.jacobian.operator import GramOperator, JacobianOperator, RankBound, Side
 from wellcond.linalg.spectrum import numerical_rank
 
 LARGEST_BATCH = 32

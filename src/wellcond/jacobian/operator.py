@@ -4,39 +4,40 @@ An implementation has four members: `shape`, `matvec`, `rmatvec` and `rank_bound
 by three more: `as_matrix`, `gram` and `hints`. Nothing else is asked of it; how a spectrum is computed is the matter of
 `wellcond.jacobian.solve`, which knows no implementation.
 
-Two operators are made of others: heads behind a gate or a norm, and heads mixed by the output projection W_O.
-
-Legend (everything float64):
-
-    o_i^h  (dv)                 output of head h on token i;  c_i = (o_i^1 .. o_i^H) the concatenation
-    W_h  (dv x Do)              rows of W_O that read head h;  torch stores W_O^T = [W_1^T .. W_H^T] (Do, H dv)
-    y_i = W_O^T c_i             output of the layer, rows (i, o), n = N Do
-
-    G_ij = sum over operators of  sum_hh' W_h^T G_(h,i),(h',j) W_h'    h, h' of one operator
-
-Query heads that share keys and values share parameters, so they are one operator and h != h' occurs.
+One operator is made of others: heads behind a gate, a norm or the output projection W_O. Query heads that share keys
+and values share parameters, so they are one operator.
 """
 
 from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.ranks import RankBound
-from wellcond.linalg.spectrum import cast_to_float64, move_to, numerical_rank
+from wellcond.linalg.spectrum import resolve_rank, singular_values
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
 
 CPU = torch.device("cpu")
 Side = Literal["outputs", "smaller"]
+
+
+@dataclass(frozen=True)
+class RankBound:
+    """The largest rank that a Jacobian can have."""
+
+    rank: int
+    """No Jacobian of this structure has a larger rank; a generic one has this rank."""
+    null_space: str = ""
+    """Names of null directions, empty where there are none that matter."""
+    memory_rank: int = 0
+    """Rank of the tokens of keys and values, which decides the size of the factors of J."""
 
 
 class GramSteps(abc.ABC):
@@ -109,24 +110,17 @@ class GramOperator:
 
 
 @dataclass(frozen=True, eq=False)
-class Triangle:
-    """Upper triangular, with the singular values of J that are not zero; `dropped`: the norm of what counts as zero."""
-
-    entries: Tensor
-    dropped: float
-
-
-@dataclass(frozen=True, eq=False)
 class TriangleHint:
     """How J is made triangular without squaring it.
 
     Attributes:
-        build: the triangle, in which singular values up to a tolerance may be left out.
+        build: an upper triangular matrix with the singular values of J that are not zero, up to a tolerance, and the
+            norm of what was dropped below it.
         num_bytes: memory that this needs; None where it is not known.
         preferred: cheaper than all eigenvalues of a Gram matrix.
     """
 
-    build: Callable[[float], Triangle]
+    build: Callable[[float], tuple[Tensor, float]]
     num_bytes: int | None = None
     preferred: bool = False
 
@@ -215,156 +209,91 @@ class JacobianOperator(abc.ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class MappedRows(JacobianOperator):
-    """G J of another operator's J; G has one block for each token, the Jacobian of what its outputs pass before W_O.
-
-    A gate acts on each query head by itself; a norm over all heads mixes those of a group (theory.md, section 5.4).
+class MappedOutputs(JacobianOperator):
+    """L J of heads whose outputs pass a fixed linear map L, token by token: a gate, a norm (theory.md, 5.4), or W_O.
 
     Attributes:
-        inner: the heads before the map, rows (g, N, dv).
-        maps: (g, g, N, dv', dv), from the second head to the first.
-        value: the heads behind the map, (g, N, dv').
+        parts: operators of heads, or of groups of heads, with parameters of their own, whose mapped outputs are added.
+        maps: for each part the block of L that reads it, (h', o, h, dv) or, if tokens differ, (N, h', o, h, dv): from
+            its heads h and their channels to what leaves the map, heads h' of o channels.
+        num_tokens: N.
+        name: of the map in the names of null directions, which are those of the parts if it is empty.
+        value: what leaves the map, (h', N, o), where it was asked for.
     """
 
-    inner: JacobianOperator
-    maps: Tensor
-    value: Tensor
+    parts: tuple[JacobianOperator, ...]
+    maps: tuple[Tensor, ...]
+    num_tokens: int
+    name: str = ""
+    value: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for part, block in zip(self.parts, self.maps, strict=True):
+            if part.shape[0] != self.num_tokens * math.prod(block.shape[-2:]):
+                raise ValueError(f"a map of shape {tuple(block.shape)} does not read {part.shape[0]} outputs")
 
     @property
     def shape(self) -> tuple[int, int]:
-        """R dv' outputs, and the parameters of the heads."""
-        return self.value.numel(), self.inner.shape[1]
+        """What leaves the map, and the parameters of all heads."""
+        return self.num_tokens * math.prod(self.maps[0].shape[-4:-2]), sum(part.shape[1] for part in self.parts)
 
-    def output(self) -> Tensor:
+    def output(self) -> Tensor | None:
         """What leaves the map."""
         return self.value
 
     def rank_bound(self) -> RankBound:
-        """That of the heads; a map that is not injective can only lower it."""
-        inner = self.inner.rank_bound()
-        by_token = self.maps.permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)
-        rank = min(inner.rank, int(torch.linalg.matrix_rank(by_token).sum()))
-        return RankBound(rank, inner.null_space, inner.memory_rank)
-
-    def _push(self, rows: Tensor) -> Tensor:
-        """G applied to outputs of the heads, (R dv, columns) -> (R dv', columns)."""
-        g, _, n, _, dv = self.maps.shape
-        return torch.einsum("hknop,knpc->hnoc", self.maps, rows.reshape(g, n, dv, -1)).reshape(self.shape[0], -1)
-
-    def _pull(self, u: Tensor) -> Tensor:
-        """G^T u."""
-        return torch.einsum("hknop,hno->knp", self.maps, u.view_as(self.value)).flatten()
-
-    def matvec(self, v: Tensor) -> Tensor:
-        """G (J v)."""
-        return self._push(self.inner.matvec(v))[:, 0]
-
-    def rmatvec(self, u: Tensor) -> Tensor:
-        """J^T (G^T u)."""
-        return self.inner.rmatvec(self._pull(u))
-
-    def as_matrix(self) -> Tensor:
-        """G J."""
-        return self._push(self.inner.as_matrix())
-
-    def gram(self, side: Side = "outputs") -> GramOperator:
-        """G (J J^T) G^T, on either side."""
-        inner = self.inner.gram()
-        return GramOperator(
-            self.shape[0],
-            lambda u: self._push(inner.matvec(self._pull(u)))[:, 0],
-            lambda: self._push(self._push(inner.matrix()).T),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class ProjectedHeads(JacobianOperator):
-    """Heads behind the output projection, which is fixed.
-
-    Attributes:
-        heads: operators of heads, or of groups of heads, in the order in which W_O reads them.
-        outputs: for each of them the heads, tokens and channels of its rows: (H, N, dv).
-        w_o: (Do, H dv), as torch stores it.
-    """
-
-    heads: tuple[JacobianOperator, ...]
-    outputs: tuple[tuple[int, int, int], ...]
-    w_o: Tensor
-
-    def __post_init__(self) -> None:
-        cast_to_float64(self, ("w_o",))
-        move_to(torch.device("cpu"), self, ("w_o",))
-        width = sum(count * dv for count, _, dv in self.outputs)
-        if self.w_o.dim() != 2 or self.w_o.shape[1] != width:
-            raise ValueError(f"w_o: expected {width} columns, got shape {tuple(self.w_o.shape)}")
-
-    @property
-    def num_tokens(self) -> int:
-        """N."""
-        return self.outputs[0][1]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """N Do outputs, and the parameters of all heads."""
-        return self.num_tokens * self.w_o.shape[0], sum(head.shape[1] for head in self.heads)
-
-    def rank_bound(self) -> RankBound:
-        """At most N rank(W_O), and no more than the heads have together: their parameters differ, so ranks add."""
-        parts = [head.rank_bound() for head in self.heads]
+        """At most the rank of the map, and no more than the heads have together: their parameters differ."""
+        parts = [part.rank_bound() for part in self.parts]
+        by_token = torch.cat([block.flatten(-2).flatten(-3, -2) for block in self.maps], -1)
+        ranks = resolve_rank(singular_values(by_token), tuple(by_token.shape))
+        of_map = int(ranks.sum()) if by_token.dim() == 3 else self.num_tokens * int(ranks)
         outputs = self.shape[0]
-        rank = min(outputs, sum(part.rank for part in parts), self.num_tokens * numerical_rank(self.w_o))
+        rank = min(outputs, sum(part.rank for part in parts), of_map)
         listed = " | ".join(dict.fromkeys(part.null_space for part in parts if part.null_space))
         names = [listed] if listed else []
-        if rank < outputs:
-            names = ["upper bound on the rank", f"outputs that W_O does not reach: {outputs - rank}", *names]
+        if self.name and rank < outputs:
+            names = ["upper bound on the rank", f"outputs that {self.name} does not reach: {outputs - rank}", *names]
         return RankBound(rank, "; ".join(names), max(part.memory_rank for part in parts))
 
-    @cached_property
-    def _slices(self) -> list[tuple[JacobianOperator, Tensor]]:
-        """Each operator with the columns of w_o that read it, (Do, heads, dv)."""
-        widths = [count * dv for count, _, dv in self.outputs]
-        parts = zip(self.heads, self.w_o.split(widths, dim=1), self.outputs, strict=True)
-        return [(head, weight.reshape(len(weight), count, dv)) for head, weight, (count, _, dv) in parts]
+    def _push(self, block: Tensor, rows: Tensor) -> Tensor:
+        """L applied to outputs of one part, (its outputs, columns) -> (outputs, columns)."""
+        by_head = rows.reshape(block.shape[-2], self.num_tokens, block.shape[-1], -1)
+        token = "i" if block.dim() == 5 else ""
+        return torch.einsum(f"{token}pokv,kivc->pioc", block, by_head).flatten(0, 2)
 
-    def _push(self, weight: Tensor, rows: Tensor) -> Tensor:
-        """Outputs (heads N dv, columns) of one operator through W_O, (N Do, columns)."""
-        _, count, dv = weight.shape
-        by_head = rows.reshape(count, self.num_tokens, dv, -1)
-        return torch.einsum("ohv,hivp->iop", weight, by_head).flatten(0, 1)
+    def _pull(self, block: Tensor, u: Tensor) -> Tensor:
+        """L^T u for one part, in the order of its outputs."""
+        rows = u.view(block.shape[-4], self.num_tokens, -1)
+        token = "i" if block.dim() == 5 else ""
+        return torch.einsum(f"{token}pokv,pio->kiv", block, rows).flatten()
 
-    def _pull(self, weight: Tensor, u: Tensor) -> Tensor:
-        """W_O^T u for one operator, in the order of its rows."""
-        return torch.einsum("ohv,io->hiv", weight, u.view(self.num_tokens, -1)).flatten()
+    def _each(self) -> Iterator[tuple[JacobianOperator, Tensor]]:
+        return zip(self.parts, self.maps, strict=True)
 
     def matvec(self, v: Tensor) -> Tensor:
-        """W_O^T times what the directions move the heads by."""
-        parts = v.split([head.shape[1] for head in self.heads])
-        each = zip(self._slices, parts, strict=True)
-        moved = [self._push(weight, head.matvec(part)) for (head, weight), part in each]
+        """The sum of what the directions move the mapped outputs by."""
+        given = v.split([part.shape[1] for part in self.parts])
+        moved = [self._push(block, part.matvec(w)) for (part, block), w in zip(self._each(), given, strict=True)]
         return torch.stack(moved).sum(0)[:, 0]
 
     def rmatvec(self, u: Tensor) -> Tensor:
-        """J_h^T W_h u of every operator, one after the other."""
-        return torch.cat([head.rmatvec(self._pull(weight, u)) for head, weight in self._slices])
+        """J^T (L^T u) of every part, one after the other."""
+        return torch.cat([part.rmatvec(self._pull(block, u)) for part, block in self._each()])
 
     def as_matrix(self) -> Tensor:
-        """J with compressed tokens: the same singular values."""
-        return torch.cat([self._push(weight, head.as_matrix()) for head, weight in self._slices], dim=1)
+        """L J with compressed tokens: the same singular values."""
+        return torch.cat([self._push(block, part.as_matrix()) for part, block in self._each()], dim=1)
 
     def gram(self, side: Side = "outputs") -> GramOperator:
-        """J J^T on either side; its products form nothing of size n x n if no head forms it."""
+        """L (J J^T) L^T on either side; its products form nothing of size n x n if no part forms it."""
         return GramOperator(self.shape[0], self._gram_product, self._output_gram)
 
     def _gram_product(self, u: Tensor) -> Tensor:
-        found = [self._push(weight, head.gram().matvec(self._pull(weight, u))) for head, weight in self._slices]
+        found = [self._push(block, part.gram().matvec(self._pull(block, u))) for part, block in self._each()]
         return torch.stack(found).sum(0)[:, 0]
 
     def _output_gram(self) -> Tensor:
-        n, out = self.num_tokens, self.w_o.shape[0]
-        gram = self.w_o.new_zeros(n, out, n, out)
-        for head, weight in self._slices:
-            _, count, dv = weight.shape
-            part = head.gram().matrix().view(count, n, dv, count, n, dv)
-            half = torch.einsum("ohv,hivkjw->iokjw", weight, part)
-            gram += torch.einsum("iokjw,pkw->iojp", half, weight)
-        return gram.reshape(n * out, n * out)
+        gram = self.maps[0].new_zeros(self.shape[0], self.shape[0])
+        for part, block in self._each():
+            gram += self._push(block, self._push(block, part.gram().matrix()).T)
+        return gram

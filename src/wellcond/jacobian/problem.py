@@ -11,8 +11,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator
-from wellcond.jacobian.ranks import RankBound
+from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, RankBound
 from wellcond.linalg.lanczos import BLOCK, MAX_STEPS, Estimate, largest_eigenvalue
 from wellcond.linalg.spectrum import ConditionNumbers, available_bytes, default_rtol, resolve_rank, show_kappas
 

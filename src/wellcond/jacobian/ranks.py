@@ -41,19 +41,8 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.head import Head
+from wellcond.jacobian.operator import RankBound
 from wellcond.linalg.spectrum import numerical_rank, resolve_rank, singular_values
-
-
-@dataclass(frozen=True)
-class RankBound:
-    """The largest rank that a Jacobian can have."""
-
-    rank: int
-    """No Jacobian of this structure has a larger rank; a generic one has this rank."""
-    null_space: str = ""
-    """Names of null directions, empty where there are none that matter."""
-    memory_rank: int = 0
-    """Rank of the tokens of keys and values, which decides the size of the factors of J."""
 
 
 @dataclass(frozen=True)

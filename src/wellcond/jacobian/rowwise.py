@@ -29,7 +29,7 @@ Long sequences of narrow tokens take the channels.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -38,11 +38,11 @@ from torch import Tensor
 from wellcond.attention.kernels import AttentionStatistics, map_statistics
 from wellcond.errors import WeightError
 from wellcond.jacobian.diagnosis import HeadDiagnosis, judge_head
-from wellcond.jacobian.head import Head, JacobianFactors, compressed, softmax_weights, through_softmax, with_constant
-from wellcond.jacobian.operator import GramOperator, GramSteps, Hints, JacobianOperator, Side
-from wellcond.jacobian.ranks import RankBound, counted_biases, wide_shape
+from wellcond.jacobian.factors import JacobianFactors, RowFactors, output_gram
+from wellcond.jacobian.head import Head, compressed, softmax_weights
+from wellcond.jacobian.operator import GramOperator, Hints, RankBound, Side
 from wellcond.jacobian.rowwise_rank import rowwise_rank_bound
-from wellcond.jacobian.softmax import output_gram
+from wellcond.jacobian.softmax import HeadJacobian, Parts, RowSoftmax, TokenMap
 from wellcond.linalg.lanczos import largest_eigenvalues
 from wellcond.linalg.spectrum import default_rtol, singular_values, spectrum
 
@@ -52,49 +52,10 @@ COLUMNS = 256
 """Columns of J_K that are multiplied at once where it is formed by channels."""
 MIRRORED = 1024
 """Rows of a lower triangle that are copied above the diagonal at a time."""
-Parts = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class TokenMap:
-    """A map of rows, evaluated: its values (..., T, d') and one Jacobian per row (..., T, d', d)."""
-
-    value: Tensor
-    jacobian: Tensor
-
-    def push(self, rows: Tensor) -> Tensor:
-        """The Jacobian of each row times a row of directions."""
-        return (self.jacobian @ rows[:, :, None])[..., 0]
-
-    def pull(self, rows: Tensor) -> Tensor:
-        """The transposed Jacobian of each row times a row of cotangents."""
-        return (rows[:, None, :] @ self.jacobian)[:, 0]
-
-
-@dataclass(frozen=True, eq=False)
-class RowSoftmax:
-    """What stands between the products qhat . khat and the output.
-
-    Attributes:
-        p: probabilities (R, M), or (R, M + sinks), the last columns being those of sinks, which have no values.
-        slope: dS_rj / d(qhat_r . khat_j), (R, M): the scale, times the derivative of a soft-cap.
-        value: the map of the values, (M, dv').
-        tokenless: how many of the last keys no token makes; their tokens are zero.
-        tokens: what the value parameters multiply, (M, E), if it is not what the key parameters do.
-        by_query: D_rj = dS_rj / dq_r, (R, M, d), where more than the product depends on the query: positions that
-            multiply it (decomposed relative positions, relative keys). It counts up to what is the same for all keys.
-    """
-
-    p: Tensor
-    slope: Tensor
-    value: TokenMap
-    tokenless: int = 0
-    tokens: Tensor | None = None
-    by_query: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class RowwiseHead(JacobianOperator):
+class RowwiseHead(HeadJacobian):
     """A `Head` whose queries, keys and values pass maps; parameters are those of the head, the maps are fixed.
 
     Attributes:
@@ -126,105 +87,32 @@ class RowwiseHead(JacobianOperator):
             object.__setattr__(self, name, TokenMap(value.reshape(count, width), jacobian.reshape(count, width, d)))
         if self.query.value.shape[-1] != self.key.value.shape[-1]:
             raise ValueError("mapped queries and keys differ in width")
+        of_values, eye = self.softmax.value.jacobian, torch.eye(self.v.shape[1], dtype=self.v.dtype)
+        if of_values is not None and bool((of_values == eye).all()):
+            object.__setattr__(self, "softmax", replace(self.softmax, value=TokenMap(self.v)))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """R dv outputs, and the weights of the group."""
-        return wide_shape(self.head, biases=self.biases)
-
-    @property
-    def p(self) -> Tensor:
-        """P without the columns of sinks, (R, M)."""
-        return self.softmax.p[:, : self.head.memory.shape[0]]
-
-    @property
-    def v(self) -> Tensor:
-        """V, (M, dv)."""
-        return self.softmax.value.value
-
-    @cached_property
-    def value_map(self) -> TokenMap | None:
-        """The map of the values; None if it is the identity."""
-        eye = torch.eye(self.v.shape[1], dtype=self.v.dtype)
-        return None if bool((self.softmax.value.jacobian == eye).all()) else self.softmax.value
+    def values_are_mapped(self) -> bool:
+        """Whether the values pass a map."""
+        return self.softmax.value.jacobian is not None
 
     @property
     def num_keys_of_tokens(self) -> int:
         """Keys that a token makes; the others follow them."""
         return len(self.head.memory) - self.softmax.tokenless
 
-    def output(self) -> Tensor:
-        """P V, (g, N, dv)."""
-        return (self.p @ self.v).view(self.head.num_query_heads, self.head.num_tokens, -1)
-
     def rank_bound(self) -> RankBound:
         """An upper bound; see Note [Symmetry] of `rowwise_rank`."""
         return rowwise_rank_bound(self)
 
-    # --- products: a few of size R x M x d, whatever the tokens -------------------------------------------------------
-
-    def matvec(self, v: Tensor) -> Tensor:
-        """J v."""
-        g, d, dv, inputs = self.head.num_query_heads, self.head.head_dim, self.head.value_dim, self.inputs()
-        x, y, vy = (part.shape[1] for part in inputs)
-        of_q, of_k, of_v = v.split((g * x * d, y * d, vy * dv))
-        return self._push((of_q.view(g, x, d), of_k.view(y, d), of_v.view(vy, dv)), inputs)
-
-    def rmatvec(self, u: Tensor) -> Tensor:
-        """J^T u."""
-        return torch.cat([part.flatten() for part in self._pull(u, self.inputs())])
-
     def _gram_product(self, u: Tensor) -> Tensor:
-        return self._push(self._pull(u, self._compressed), self._compressed)
-
-    def _pull(self, u: Tensor, inputs: Parts) -> Parts:
-        """J^T u as (g, inputs, d), (inputs, d) and (inputs, dv)."""
-        rows, (x, y, vy), softmax = u.view(self.head.num_rows, -1), inputs, self.softmax
-        of_logits = through_softmax(self.p, rows @ self.v.T)
-        pulled = softmax.slope * of_logits
-        if softmax.by_query is None:
-            to_q = self.query.pull(pulled @ self.key.value)
-        else:
-            to_q = (of_logits[:, None, :] @ softmax.by_query)[:, 0]
-        to_k = self.key.pull(pulled.T @ self.query.value)
-        to_v = self.p.T @ rows
-        if self.value_map is not None:
-            to_v = self.value_map.pull(to_v)
-        return x.T @ to_q.unflatten(0, (self.head.num_query_heads, -1)), y.T @ to_k, vy.T @ to_v
-
-    def _push(self, parts: Parts, inputs: Parts) -> Tensor:
-        """J times what `_pull` returns."""
-        (of_q, of_k, of_v), (x, y, vy), softmax = parts, inputs, self.softmax
-        dq, dk, values = (x @ of_q).flatten(0, 1), self.key.push(y @ of_k), vy @ of_v
-        if softmax.by_query is None:
-            logits = softmax.slope * (self.query.push(dq) @ self.key.value.T)
-        else:
-            logits = (softmax.by_query @ dq[:, :, None])[..., 0]
-        logits = logits + softmax.slope * (self.query.value @ dk.T)
-        if self.value_map is not None:
-            values = self.value_map.push(values)
-        return (through_softmax(self.p, logits) @ self.v + self.p @ values).flatten()
+        return self.push(self.pull(u, self._compressed), self._compressed)
 
     @cached_property
     def _compressed(self) -> Parts:
         """What the query, key and value parameters multiply, with Gram matrices as `inputs` and fewer columns."""
         x, y, vy = self.inputs()
         return compressed(x), compressed(y), compressed(vy)
-
-    def inputs(self) -> Parts:
-        """What the query, key and value parameters multiply: (N, .), (M, .), (M, .).
-
-        A key that no token makes has no bias either.
-        """
-        with_q, with_k, with_v = counted_biases(self.head, self.biases)
-        real = self.num_keys_of_tokens
-        y = self.head.memory
-        z = y if self.softmax.tokens is None else self.softmax.tokens
-        k, v = (
-            torch.nn.functional.pad(with_constant(tokens[:real], constant), (0, 0, 0, len(y) - real))
-            for tokens, constant in ((y, with_k), (z, with_v))
-        )
-        return with_constant(self.head.x, with_q), k, v
 
     # --- matrices -----------------------------------------------------------------------------------------------------
 
@@ -233,7 +121,7 @@ class RowwiseHead(JacobianOperator):
         n, vy = self.head.num_outputs, self._compressed[2]
         j_q = torch.einsum("ra,roc->roac", self.factors.x, self.factors.m).reshape(n, -1)
         j_k = self.factors.key_channels(slice(None)).reshape(n, -1)
-        if self.value_map is None:
+        if not self.values_are_mapped:
             eye = torch.eye(self.v.shape[1], dtype=self.v.dtype)
             j_v = torch.einsum("ra,ok->roak", self.p @ vy, eye).reshape(n, -1)
         else:
@@ -251,12 +139,12 @@ class RowwiseHead(JacobianOperator):
         scratch = 2 * head.num_rows * len(head.memory) * (head.head_dim + head.value_dim)
         scratch += 0 if by_query is None else by_query.numel()
         # Not known for iterations where the values pass a map.
-        steps = None if self.value_map is not None else lambda: self.factors
+        steps = None if self.values_are_mapped else lambda: self.factors
         return GramOperator(head.num_outputs, self._gram_product, self._output_gram, scratch=scratch, steps=steps)
 
     def _output_gram(self) -> Tensor:
         gram = mirrored_(self.factors.lower_gram())
-        if self.value_map is not None:
+        if self.values_are_mapped:
             vy = self._compressed[2]
             for c in range(self.head.value_dim):
                 column = self._value_column(vy, c)
@@ -279,7 +167,7 @@ class RowwiseHead(JacobianOperator):
         return RowwiseFactors(
             x=torch.block_diag(*[x] * self.head.num_query_heads),  # a query head of a group owns its own columns
             m=m,
-            py=py if self.value_map is None else py[:, :0],
+            py=py if not self.values_are_mapped else py[:, :0],
             w=sloped,
             t=torch.einsum("re,jec->rjc", self.query.value, self.key.jacobian),
             y=y,
@@ -287,8 +175,9 @@ class RowwiseHead(JacobianOperator):
 
     def _value_column(self, vy: Tensor, c: int) -> Tensor:
         """sum_j p_rj N_j^v[:, c] y_j, (n, columns of Y)."""
-        assert self.value_map is not None
-        return (self.p[:, None, :] * self.value_map.jacobian[:, :, c].T).flatten(0, 1) @ vy
+        jacobian = self.softmax.value.jacobian
+        assert jacobian is not None
+        return (self.p[:, None, :] * jacobian[:, :, c].T).flatten(0, 1) @ vy
 
     @property
     def hints(self) -> Hints:
@@ -298,7 +187,7 @@ class RowwiseHead(JacobianOperator):
     def bounds(self) -> tuple[float, float]:
         """sigma_min(PY), that of J_V alone; nothing is known of sigma_max."""
         py = self.p @ self._compressed[2]
-        if self.value_map is not None or py.shape[0] > py.shape[1]:
+        if self.values_are_mapped or py.shape[0] > py.shape[1]:
             return 0.0, math.inf
         sigma = singular_values(py).tolist()
         return max(0.0, sigma[-1] - default_rtol(py.shape) * sigma[0]), math.inf
@@ -315,7 +204,7 @@ class RowwiseHead(JacobianOperator):
 
     def diagnose(self) -> HeadDiagnosis:
         """As `diagnose_head` of a plain head."""
-        py = self.p @ self._compressed[2] if self.value_map is None else self.parameter_blocks()["v"]
+        py = self.p @ self._compressed[2] if not self.values_are_mapped else self.parameter_blocks()["v"]
         norms = (*self.factors.norms(), float(singular_values(py)[0]))
         kappa_p = spectrum(self.p).pseudo_condition_number
         kappa_x = spectrum(self.head.memory[: self.num_keys_of_tokens]).pseudo_condition_number
@@ -323,13 +212,11 @@ class RowwiseHead(JacobianOperator):
 
 
 @dataclass(frozen=True, eq=False)
-class RowwiseFactors(GramSteps):
-    """What J J^T and its products are made of; J J^T for iterations.
+class RowwiseFactors(RowFactors):
+    """What J J^T and its products are made of.
 
     Attributes:
-        x: inputs of the query parameters as each row sees them, (R, columns).
-        m: M_r, (R, dv, d).
-        py: inputs of the value parameters times P, (R, columns).
+        x, m, py: as in `RowFactors`.
         w: W_r with the slopes, (R, dv, M).
         t: t_rj, (R, M, d).
         y: inputs of the key parameters, (M, columns).
@@ -343,14 +230,14 @@ class RowwiseFactors(GramSteps):
     y: Tensor
 
     @property
-    def size(self) -> int:
-        """R dv."""
-        return self.m.shape[0] * self.m.shape[1]
+    def key_inputs(self) -> int:
+        """Columns of Y."""
+        return self.y.shape[1]
 
-    def lower_float32(self, largest: float) -> Tensor:
-        """The lower triangle of J J^T / largest^2, from factors of moderate size: squares must stay within float32."""
+    def in_float32(self, largest: float) -> RowwiseFactors:
+        """Factors of J / `largest`."""
         m_size, w_size, y_size = (float(part.abs().max()) or 1.0 for part in (self.m, self.w, self.y))
-        scaled = RowwiseFactors(
+        return RowwiseFactors(
             x=(self.x * (m_size / largest)).float(),
             m=(self.m / m_size).float(),
             py=(self.py / largest).float(),
@@ -358,16 +245,9 @@ class RowwiseFactors(GramSteps):
             t=(self.t * (w_size * y_size / largest)).float(),
             y=(self.y / y_size).float(),
         )
-        return scaled.lower_gram()
-
-    def shifted(self, largest: float, bound: float) -> Tensor:
-        """The lower triangle of J J^T - bound I; nothing needs `largest` here."""
-        gram = self.lower_gram()
-        gram.diagonal().sub_(bound)
-        return gram
 
     def lower_gram(self) -> Tensor:
-        """The lower triangle of J J^T; what is above the diagonal is not defined."""
+        """The lower triangle of J J^T."""
         none = self.w[:, :, :0]
         plain = JacobianFactors(x=self.x, q=self.x[:, :0], py=self.py, m=self.m, b=none, p=none, k=none, v=none)
         gram = output_gram(plain, lower=True)
@@ -383,25 +263,16 @@ class RowwiseFactors(GramSteps):
         t = self.t[:, :, channels].permute(2, 0, 1)[:, :, None, :]
         return ((self.w * t).flatten(1, 2) @ self.y).permute(1, 2, 0)
 
-    def forward(self, u: Tensor) -> Tensor:
-        """J^T u for rows u (k, R dv): (k, parameters)."""
-        by_row = u.view(len(u), len(self.m), -1).permute(1, 2, 0)  # (r, o, k)
-        to_q = (self.x.T @ (self.m.mT @ by_row).flatten(1)).unflatten(1, (-1, len(u)))  # (a, c, k)
+    def pull_keys(self, by_row: Tensor) -> Tensor:
+        """J_K^T u."""
         logits = (self.w.mT @ by_row).transpose(0, 1)  # (j, r, k)
-        to_k = (self.y.T @ (self.t.permute(1, 2, 0) @ logits).flatten(1)).unflatten(1, (-1, len(u)))
-        to_v = (self.py.T @ by_row.flatten(1)).unflatten(1, (-1, len(u)))  # (a, o, k)
-        return torch.cat([part.flatten(0, 1) for part in (to_q, to_k, to_v)]).T
+        return (self.y.T @ (self.t.permute(1, 2, 0) @ logits).flatten(1)).unflatten(1, (-1, by_row.shape[2]))
 
-    def backward(self, w: Tensor) -> Tensor:
-        """J w for rows w (k, parameters): (k, R dv)."""
-        (_, dv, d), k = self.m.shape, len(w)
-        widths = (self.x.shape[1] * d, self.y.shape[1] * d, self.py.shape[1] * dv)
-        of_q, of_k, of_v = (part.T for part in w.split(widths, dim=1))
-        seen = (self.x @ of_q.reshape(-1, d * k)).unflatten(1, (d, k))  # (r, c, k)
-        keys = (self.y @ of_k.reshape(-1, d * k)).unflatten(1, (d, k))  # (j, c, k)
-        logits = (self.t.transpose(0, 1) @ keys).transpose(0, 1)  # (r, j, k)
-        read = (self.py @ of_v.reshape(-1, dv * k)).unflatten(1, (dv, k))  # (r, o, k)
-        return (self.m @ seen + self.w @ logits + read).flatten(0, 1).T
+    def push_keys(self, of_keys: Tensor) -> Tensor:
+        """J_K w."""
+        d, k = self.t.shape[2], of_keys.shape[1]
+        keys = (self.y @ of_keys.reshape(-1, d * k)).unflatten(1, (d, k))  # (j, c, k)
+        return self.w @ (self.t.transpose(0, 1) @ keys).transpose(0, 1)  # (r, j, k)
 
     def norms(self) -> tuple[float, float]:
         """Spectral norms of J_Q and J_K, by one run of Lanczos."""

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from wellcond.attention.kernels import AttentionStatistics
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import WellcondError
+from wellcond.errors import WeightError, WellcondError
 from wellcond.jacobian.capture import CapturedAttention
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.diagnosis import HeadDiagnosis
 from wellcond.jacobian.module import ModuleJacobian
-from wellcond.jacobian.operator import JacobianOperator, ProjectedHeads
+from wellcond.jacobian.operator import JacobianOperator, MappedOutputs
 from wellcond.jacobian.rowwise import RowwiseHead
 from wellcond.jacobian.softmax import SoftmaxJacobian
 from wellcond.jacobian.trace import NotTracedError, trace_rowwise
@@ -113,14 +113,16 @@ def select_operator(
     return SelectedOperator(module, f"generic derivatives: {captured.why_not_plain}{left_out}")
 
 
-def output_operator(captured: CapturedAttention, samples: Sequence[int], biases: bool) -> ProjectedHeads:
+def output_operator(captured: CapturedAttention, samples: Sequence[int], biases: bool) -> MappedOutputs:
     """The Jacobian of the output of a plain attention through W_O, with respect to the weights of all its heads."""
     site = captured.site
     assert site.o is not None
-    w_o = site.o.read().detach().cpu().double().transpose(0, 1).flatten(1)  # (out, heads dv) from (heads, out, dv)
-    heads = captured.heads([(head, None) for head in range(site.num_kv_heads)], samples)
-    sizes = tuple((head.num_query_heads, head.num_tokens, head.value_dim) for head in heads)
-    return ProjectedHeads(tuple(SoftmaxJacobian(head.cpu(), biases) for head in heads), sizes, w_o)
+    w_o = site.o.read().detach().cpu().double().transpose(0, 1)  # (out, heads, dv) from (heads, out, dv)
+    if not bool(torch.isfinite(w_o).all()):
+        raise WeightError(f"{site.name}: W_O has NaN or infinite entries: the Jacobian is not defined")
+    heads = [head.cpu() for head in captured.heads([(head, None) for head in range(site.num_kv_heads)], samples)]
+    maps = tuple(part[None] for part in w_o.split([head.num_query_heads for head in heads], dim=1))
+    return MappedOutputs(tuple(SoftmaxJacobian(head, biases) for head in heads), maps, heads[0].num_tokens, "W_O")
 
 
 def _agree(operator: Any, module: ModuleJacobian) -> bool:

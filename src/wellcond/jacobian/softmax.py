@@ -1,69 +1,177 @@
-r"""The Jacobian of a plain softmax head, outputs x parameters (theory.md, section 3).
+r"""The Jacobian of a softmax head, outputs x parameters (theory.md, sections 3 and 5.1), plain or with mapped rows.
 
-Products with J and its transpose without anything of size n x n: for U (R x dv) and directions dWq, dWk, dWv of the
-weights, with K the keys and V the values,
+Queries, keys and values may pass maps of their own, row by row: qhat_r = f_r(q_r), khat_j, vhat_j, with Jacobians
+N_r^q, N_j^k, N_j^v; S_rj = h_rj(qhat_r . khat_j) with slopes h'_rj. A plain head has the identity and the slope s.
+Products with J and its transpose need nothing of size n x n: for U (R x dv) and directions dWq, dWk, dWv,
 
-    dS = P * (U V^T - rowsum(P * U V^T))                              the pull-back of U to the logits, times 1/s
-    J_Q^T U = s X^T dS K,   J_K^T U = s Y^T dS^T Q,   J_V^T U = Y^T P^T U
-    E  = (X dWq) K^T + Q (Y dWk)^T                                    pushed forward to the logits
-    J dW = s (P * (E - rowsum(P * E))) V + P Y dWv
+    dS = h' * P * (U Vhat^T - rowsum(P * U Vhat^T))                   the pull-back of U to qhat . khat
+    J_Q^T U = X^T N^qT (dS Khat),   J_K^T U = Y^T N^kT (dS^T Qhat),   J_V^T U = Y^T N^vT (P^T U)
+    E  = h' * (N^q (X dWq) Khat^T + Qhat (N^k (Y dWk))^T)             pushed forward to the logits
+    J dW = (P * (E - rowsum(P * E))) Vhat + P N^v (Y dWv)
 
-From its factors J J^T and J^T J are made without ever forming J: as matrices, those of several heads at once from a
-`FactorStack`, and as products for iterations.
-
-Outputs (theory.md, section 3.3), n x n with n = R dv, rows ordered (r, o):
-
-    G_rr' = (x_r . x_r') M_r M_r'^T + (q_r . q_r') B_r B_r'^T + (PY_r . PY_r') I
-
-Parameters, columns ordered Q: (a, c), K: (a, c), V: (a, o):
-
-    Q^T Q: sum_r x_r x_r^T (x) M_r^T M_r      K^T K: sum_r B_r^T B_r (x) q_r q_r^T      V^T V: (PY)^T PY (x) I
-    Q^T K: sum_r x_r[a] (M_r^T B_r)[c, a'] q_r[c']       Q^T V: sum_r x_r[a] PY_r[a'] M_r[o, c]
-    K^T V: sum_r q_r[c] PY_r[a'] B_r[o, a]
-
-Each sum over r is one matrix product of two tables with R rows, so the cost is R (Dd)^2, not R dv (Dd)^2.
-
-Products of several vectors at once (theory.md, section 3.2) are cheap and in float64, so that the matrix itself, which
-only steers the iterations, may be stored in float32 and destroyed by its factor. Rows of a tensor are vectors.
-
-    J^T u = (X^T {M_r^T u_r}_r,  {B_r^T u_r}_r^T Q,  (PY)^T u)          J w = M_r (X w_Q)_r + B_r w_K q_r + (PY w_V)_r
-
-Ranks and null directions: `wellcond.jacobian.ranks`.
+The plain head is here, wide and in the papers' stacked convention; `wellcond.jacobian.rowwise` has the mapped one,
+`wellcond.jacobian.factors` the matrices, `wellcond.jacobian.ranks` ranks and null directions.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wellcond.errors import NotDefinedError
 from wellcond.jacobian.diagnosis import lower_parts, lower_square, norm_bound
-from wellcond.jacobian.head import (
-    CHUNK_BYTES,
+from wellcond.jacobian.factors import (
     FactorStack,
-    Head,
     JacobianFactors,
     build_all_factors,
     build_factors,
-    can_stack,
+    explicit_jacobian,
+    output_gram,
+    parameter_gram,
     stack_factors,
-    through_softmax,
-    with_constant,
+    stack_gram,
 )
-from wellcond.jacobian.operator import GramOperator, GramSteps, Hints, JacobianOperator, Side
-from wellcond.jacobian.ranks import RankBound, counted_biases, wide_rank_bound, wide_shape
+from wellcond.jacobian.gauge import parameter_steps
+from wellcond.jacobian.head import Head, can_stack, through_softmax, with_constant
+from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, RankBound, Side
+from wellcond.jacobian.ranks import counted_biases, stack_rank_bound, wide_rank_bound, wide_shape
 from wellcond.linalg.spectrum import SMALLEST_ON_DEVICE, where_decomposed
 
-CACHE_BYTES = 4 * 2**20  # rows that are multiplied, scaled and added while they are near the processor
+Parts = tuple[Tensor, Tensor, Tensor]
+"""Something of the queries, of the keys and of the values."""
 
 
 @dataclass(frozen=True, eq=False)
-class SoftmaxJacobian(JacobianOperator):
+class TokenMap:
+    """A map of rows, evaluated: its values (T, d') and one Jacobian per row (T, d', d); None for the identity."""
+
+    value: Tensor
+    jacobian: Tensor | None = None
+
+    def push(self, rows: Tensor) -> Tensor:
+        """The Jacobian of each row times a row of directions."""
+        return rows if self.jacobian is None else (self.jacobian @ rows[:, :, None])[..., 0]
+
+    def pull(self, rows: Tensor) -> Tensor:
+        """The transposed Jacobian of each row times a row of cotangents."""
+        return rows if self.jacobian is None else (rows[:, None, :] @ self.jacobian)[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class RowSoftmax:
+    """What stands between the products qhat . khat and the output.
+
+    Attributes:
+        p: probabilities (R, M), or (R, M + sinks), the last columns being those of sinks, which have no values.
+        slope: dS_rj / d(qhat_r . khat_j), (R, M): the scale, times the derivative of a soft-cap.
+        value: the map of the values, (M, dv').
+        tokenless: how many of the last keys no token makes; their tokens are zero.
+        tokens: what the value parameters multiply, (M, E), if it is not what the key parameters do.
+        by_query: D_rj = dS_rj / dq_r, (R, M, d), where more than the product depends on the query: positions that
+            multiply it (decomposed relative positions, relative keys). It counts up to what is the same for all keys.
+    """
+
+    p: Tensor
+    slope: Tensor | float
+    value: TokenMap
+    tokenless: int = 0
+    tokens: Tensor | None = None
+    by_query: Tensor | None = None
+
+
+class HeadJacobian(JacobianOperator):
+    """A softmax head known by its rows: products with J and J^T of a few matrices R x M and R x d.
+
+    Attributes:
+        head: tokens and weights.
+        query: the map of the queries, (R, d').
+        key: the map of the keys, (M, d').
+        softmax: what follows.
+        biases: the biases of the head count as parameters.
+    """
+
+    head: Head
+    query: TokenMap
+    key: TokenMap
+    softmax: RowSoftmax
+    biases: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """R dv outputs, and the weights of the group."""
+        return wide_shape(self.head, biases=self.biases)
+
+    @property
+    def p(self) -> Tensor:
+        """P without the columns of sinks, (R, M)."""
+        return self.softmax.p[:, : len(self.head.memory)]
+
+    @property
+    def v(self) -> Tensor:
+        """V, (M, dv)."""
+        return self.softmax.value.value
+
+    def output(self) -> Tensor:
+        """P V, (g, N, dv)."""
+        return (self.p @ self.v).view(self.head.num_query_heads, self.head.num_tokens, -1)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """J v."""
+        g, d, dv, inputs = self.head.num_query_heads, self.head.head_dim, self.head.value_dim, self.inputs()
+        x, y, vy = (part.shape[1] for part in inputs)
+        of_q, of_k, of_v = v.to(self.v.device).split((g * x * d, y * d, vy * dv))
+        return self.push((of_q.view(g, x, d), of_k.view(y, d), of_v.view(vy, dv)), inputs).cpu()
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        """J^T u."""
+        return torch.cat([part.flatten() for part in self.pull(u.to(self.v.device), self.inputs())]).cpu()
+
+    def pull(self, u: Tensor, inputs: Parts) -> Parts:
+        """J^T u as (g, inputs, d), (inputs, d) and (inputs, dv)."""
+        rows, (x, y, vy), softmax = u.view(self.head.num_rows, -1), inputs, self.softmax
+        of_logits = through_softmax(self.p, rows @ self.v.T)
+        pulled = softmax.slope * of_logits
+        if softmax.by_query is None:
+            to_q = self.query.pull(pulled @ self.key.value)
+        else:
+            to_q = (of_logits[:, None, :] @ softmax.by_query)[:, 0]
+        to_k, to_v = self.key.pull(pulled.T @ self.query.value), softmax.value.pull(self.p.T @ rows)
+        return x.T @ to_q.unflatten(0, (self.head.num_query_heads, -1)), y.T @ to_k, vy.T @ to_v
+
+    def push(self, parts: Parts, inputs: Parts) -> Tensor:
+        """J times what `pull` returns."""
+        (of_q, of_k, of_v), (x, y, vy), softmax = parts, inputs, self.softmax
+        dq, dk, values = (x @ of_q).flatten(0, 1), self.key.push(y @ of_k), softmax.value.push(vy @ of_v)
+        if softmax.by_query is None:
+            logits = softmax.slope * (self.query.push(dq) @ self.key.value.T)
+        else:
+            logits = (softmax.by_query @ dq[:, :, None])[..., 0]
+        logits = logits + softmax.slope * (self.query.value @ dk.T)
+        return (through_softmax(self.p, logits) @ self.v + self.p @ values).flatten()
+
+    def inputs(self) -> Parts:
+        """What the query, key and value parameters multiply: (N, .), (M, .), (M, .).
+
+        A key that no token makes has no bias either.
+        """
+        with_q, with_k, with_v = counted_biases(self.head, self.biases)
+        y = self.head.memory
+        real, z = len(y) - self.softmax.tokenless, y if self.softmax.tokens is None else self.softmax.tokens
+        k, v = (
+            torch.nn.functional.pad(with_constant(tokens[:real], constant), (0, 0, 0, len(y) - real))
+            for tokens, constant in ((y, with_k), (z, with_v))
+        )
+        return with_constant(self.head.x, with_q), k, v
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxJacobian(HeadJacobian):
     """The Jacobian of a plain softmax head, outputs x parameters.
 
     Attributes:
@@ -78,55 +186,29 @@ class SoftmaxJacobian(JacobianOperator):
     built: JacobianFactors | None = None
     token_ranks: dict[Any, tuple[int, bool]] = field(default_factory=dict, repr=False)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """R dv outputs, and the weights of the group."""
-        return wide_shape(self.head, biases=self.biases)
+    @cached_property
+    def query(self) -> TokenMap:  # type: ignore[override]
+        """The queries as they are."""
+        return TokenMap(self.head.queries().flatten(0, 1))
+
+    @cached_property
+    def key(self) -> TokenMap:  # type: ignore[override]
+        """The keys as they are."""
+        return TokenMap(self.head.keys())
+
+    @cached_property
+    def softmax(self) -> RowSoftmax:  # type: ignore[override]
+        """The softmax of scaled products, and values as they are."""
+        return RowSoftmax(self.head.probabilities().flatten(0, 1), self.head.scale, TokenMap(self.head.values()))
 
     @cached_property
     def factors(self) -> JacobianFactors:
         """Built once, when first needed."""
         return self.built or build_factors(self.head, biases=self.biases)
 
-    def output(self) -> Tensor:
-        """P V, (g, N, dv)."""
-        return self.head.output()
-
     def rank_bound(self) -> RankBound:
         """See `wide_rank_bound`."""
         return wide_rank_bound(self.head, biases=self.biases, known=self.token_ranks)
-
-    def matvec(self, v: Tensor) -> Tensor:
-        """J v; see the formulas of this file."""
-        head, (x, y_k, y_v) = self.head, self._inputs
-        p, g, d, dv = self._map, head.num_query_heads, head.head_dim, head.value_dim
-        widths = (g * x.shape[1] * d, y_k.shape[1] * d, y_v.shape[1] * dv)
-        of_q, of_k, of_v = v.to(x.device).split(widths)
-        dq = (x @ of_q.view(g, -1, d)).flatten(0, 1)
-        dk, values = y_k @ of_k.view(-1, d), y_v @ of_v.view(-1, dv)
-        logits = dq @ head.keys().T + head.queries().flatten(0, 1) @ dk.T
-        return (head.scale * through_softmax(p, logits) @ head.values() + p @ values).flatten().cpu()
-
-    def rmatvec(self, u: Tensor) -> Tensor:
-        """J^T u; see the formulas of this file."""
-        head, (x, y_k, y_v) = self.head, self._inputs
-        p, g = self._map, head.num_query_heads
-        rows = u.to(x.device).view(head.num_rows, -1)
-        pulled = head.scale * through_softmax(p, rows @ head.values().T)
-        of_q = x.T @ (pulled @ head.keys()).unflatten(0, (g, -1))
-        of_k, of_v = y_k.T @ (pulled.T @ head.queries().flatten(0, 1)), y_v.T @ (p.T @ rows)
-        return torch.cat([part.flatten() for part in (of_q, of_k, of_v)]).cpu()
-
-    @cached_property
-    def _map(self) -> Tensor:
-        return self.head.probabilities().flatten(0, 1)
-
-    @cached_property
-    def _inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the query, key and value parameters multiply."""
-        with_q, with_k, with_v = counted_biases(self.head, self.biases)
-        y = self.head.memory
-        return with_constant(self.head.x, with_q), with_constant(y, with_k), with_constant(y, with_v)
 
     def as_matrix(self) -> Tensor:
         """J with compressed tokens: the same singular values."""
@@ -134,43 +216,30 @@ class SoftmaxJacobian(JacobianOperator):
 
     def gram(self, side: Side = "outputs") -> GramOperator:
         """J J^T, or J^T J of the compressed parameters where that is smaller."""
-        head, n, columns = self.head, self.head.num_outputs, self.num_columns
-        device = head.x.device
+        head, n, columns, device = self.head, self.head.num_outputs, self.num_columns, self.head.x.device
         if side == "outputs" or n <= columns:
-            return GramOperator(
-                n, self._gram_product, lambda: output_gram(self.factors), device=device, steps=self._output_steps
-            )
+            product, matrix, steps = self._gram_product, lambda: output_gram(self.factors), lambda: self.factors
+            return GramOperator(n, product, matrix, device=device, steps=steps)
         widest = max(head.num_query_heads * min(head.x.shape), min(head.memory.shape))
         return GramOperator(
             columns,
-            self._parameter_product,
+            lambda w: self.factors.forward(self.factors.backward(w.to(device)[None]))[0].cpu(),
             lambda: parameter_gram(self.factors),
             scratch=2 * head.num_rows * widest**2,
             factor_rows=n,
             device=device,
-            steps=self._parameter_steps,
+            # The null space of a head whose biases are parameters is not known as a basis.
+            steps=lambda: None if self.biases else parameter_steps(head, self.factors),
         )
+
+    def _gram_product(self, u: Tensor) -> Tensor:
+        return self.factors.matmat(u.to(self.head.x.device)[None])[0].cpu()
 
     @property
     def num_columns(self) -> int:
         """Columns of J with respect to the weights, compressed."""
         g, d, dv = self.head.num_query_heads, self.head.head_dim, self.head.value_dim
         return g * d * min(self.head.x.shape) + (d + dv) * min(self.head.memory.shape)
-
-    def _gram_product(self, u: Tensor) -> Tensor:
-        return self._output_steps().matmat(u.to(self.head.x.device)[None])[0].cpu()
-
-    def _parameter_product(self, w: Tensor) -> Tensor:
-        return pull_back(self.factors, push_forward(self.factors, w.to(self.head.x.device)[None]))[0].cpu()
-
-    def _output_steps(self) -> OutputSteps:
-        return OutputSteps(self.factors)
-
-    def _parameter_steps(self) -> GramSteps | None:
-        """None for biases, whose null space is not known as a basis."""
-        from wellcond.jacobian.gauge import parameter_steps  # here, since it is made of the matrices of this file
-
-        return None if self.biases else parameter_steps(self.head, self.factors)
 
     @property
     def hints(self) -> Hints:
@@ -181,7 +250,7 @@ class SoftmaxJacobian(JacobianOperator):
             lower_kappa=self.lower_kappa,
             reference=lambda: torch.cat(list(dense_jacobian(self.head, biases=self.biases).values()), dim=1),
             grams=_smaller_grams,
-            matrices=_matrices,
+            matrices=lambda operators: explicit_jacobian(stack_factors([one.factors for one in operators])),
         )
 
     def bounds(self) -> tuple[float, float]:
@@ -210,10 +279,6 @@ class SoftmaxJacobian(JacobianOperator):
 def _smaller_grams(operators: Sequence[SoftmaxJacobian]) -> Tensor:
     build = output_gram if operators[0].head.num_outputs <= operators[0].num_columns else parameter_gram
     return build(stack_factors([one.factors for one in operators]))
-
-
-def _matrices(operators: Sequence[SoftmaxJacobian]) -> Tensor:
-    return explicit_jacobian(stack_factors([one.factors for one in operators]))
 
 
 def _closed_minima(stack: FactorStack) -> Tensor:
@@ -253,171 +318,117 @@ def dense_jacobian(head: Head, *, biases: bool = False) -> dict[str, Tensor]:
 
     Parameters are flattened as the D x d matrix row by row; a bias is the last row of its block.
     """
-    g, d = head.num_query_heads, head.head_dim
+    given = ((head.query_weights, head.query_biases), (head.w_k, head.b_k), (head.w_v, head.b_v))
+    counted = counted_biases(head, biases)
 
-    def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-        return weight.mT if bias is None or not biases else torch.cat([weight.mT, bias[..., None, :]], dim=-2)
-
-    def output(wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
-        def project(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if bias is not None and biases:
-                return tokens @ weight[..., :-1, :] + weight[..., -1:, :]
-            return tokens @ weight + (0.0 if bias is None else bias[..., None, :])
-
-        q, k = project(head.x, wq, head.query_biases), project(head.memory, wk, head.b_k)
-        v = project(head.memory, wv, head.b_v)
+    def output(*matrices: Tensor) -> Tensor:
+        rows = []
+        for tokens, matrix, (_, bias), counts in zip(
+            (head.x, head.memory, head.memory), matrices, given, counted, strict=True
+        ):
+            projected = with_constant(tokens, counts) @ matrix
+            rows.append(projected if bias is None or counts else projected + bias[..., None, :])
+        q, k, v = rows
         logits = head.scale * q @ k.mT
         logits = logits if head.mask is None else logits + head.mask
         return logits.softmax(-1) @ v
 
-    weights = (
-        with_bias(head.query_weights, head.query_biases),
-        with_bias(head.w_k, head.b_k),
-        with_bias(head.w_v, head.b_v),
-    )
-    jacobians = torch.func.jacrev(output, argnums=(0, 1, 2))(*weights)
-    assert output(*weights).shape == (g, head.num_tokens, head.value_dim) and weights[1].shape[-1] == d
+    matrices = [
+        torch.cat([weight.mT, bias[..., None, :]], dim=-2) if counts and bias is not None else weight.mT
+        for (weight, bias), counts in zip(given, counted, strict=True)
+    ]
+    jacobians = torch.func.jacrev(output, argnums=(0, 1, 2))(*matrices)
     return {name: j.reshape(head.num_outputs, -1) for name, j in zip("qkv", jacobians, strict=True)}
 
 
-# --- matrices and products from the factors --------------------------------------------------------------------------
+# --- the papers' stacked matrix --------------------------------------------------------------------------------------
 
 
-def output_gram(factors: JacobianFactors, *, lower: bool = False) -> Tensor:
-    """J J^T of the wide Jacobian, (R dv, R dv); if `lower`, what is above the diagonal is left undefined."""
-    *front, rows, dv, _ = factors.m.shape
-    n = rows * dv
-    m, b = factors.m.flatten(-3, -2), factors.b.flatten(-3, -2)
-    x_gram, q_gram = factors.x @ factors.x.mT, factors.q @ factors.q.mT
-    py_gram = factors.py @ factors.py.mT
-    gram = m.new_empty(*front, n, n)
-    size = max(1, (CACHE_BYTES if lower else CHUNK_BYTES) // (m.element_size() * math.prod(front) * n * dv))
-    for at in range(0, rows, size):
-        end = min(at + size, rows)
-        some, lines = slice(at, end), slice(at * dv, end * dv)
-        stop = end if lower else rows
-        part = gram[..., lines, : stop * dv]
-        torch.matmul(m[..., lines, :], m[..., : stop * dv, :].mT, out=part)
-        blockwise = part.unflatten(-1, (stop, dv)).unflatten(-3, (end - at, dv))
-        blockwise.mul_(x_gram[..., some, None, :stop, None])
-        of_keys = (b[..., lines, :] @ b[..., : stop * dv, :].mT).view_as(blockwise)
-        blockwise.addcmul_(of_keys, q_gram[..., some, None, :stop, None])
-        blockwise.diagonal(dim1=-3, dim2=-1).add_(py_gram[..., some, :stop, None])
-    return gram
+def stacked_jacobian(operator: JacobianOperator) -> StackedJacobian:
+    """The same head in the papers' convention [J_Q; J_K; J_V].
 
-
-def parameter_gram(factors: JacobianFactors, *, values: bool = True) -> Tensor:
-    """J^T J of the wide Jacobian, in the (compressed) parameters; unless `values`, those of Q and K alone."""
-    x, q, py, m, b = factors.x, factors.q, factors.py, factors.m, factors.b
-    *front, _, dv, d = m.shape
-    Dx, Dy, Dv = x.shape[-1], b.shape[-1], py.shape[-1]
-    nq, nk, nv = Dx * d, Dy * d, Dv * dv if values else 0
-    gram = x.new_empty(*front, nq + nk + nv, nq + nk + nv)
-    to_q, to_k, to_v = slice(0, nq), slice(nq, nq + nk), slice(nq + nk, None)
-
-    def put(first: slice, second: slice, block: Tensor) -> None:
-        """Entries (i, j, i', j') of a block with rows (i, j) and columns (i', j')."""
-        rows, columns = block.shape[-4:-2], block.shape[-2:]
-        gram[..., first, second].unflatten(-1, columns).unflatten(-3, rows).copy_(block)
-        if first != second:
-            turned = block.movedim((-2, -1), (-4, -3))
-            gram[..., second, first].unflatten(-1, rows).unflatten(-3, columns).copy_(turned)
-
-    def product(left: Tensor, right: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
-        """sum_r left_r right_r, of tables with the given axes."""
-        return (left.mT @ right).view(*front, *sizes)
-
-    # Q^T Q: [a a'] x [c c'] -> (a c) x (a' c')
-    put(to_q, to_q, product(table(x, x), (m.mT @ m).flatten(-2), (Dx, Dx, d, d)).transpose(-3, -2))
-    put(to_k, to_k, product((b.mT @ b).flatten(-2), table(q, q), (Dy, Dy, d, d)).transpose(-3, -2))
-    # [a c'] x [c a']
-    put(to_q, to_k, product(table(x, q), (m.mT @ b).flatten(-2), (Dx, d, d, Dy)).movedim(-3, -1))
-    if values:
-        eye = torch.eye(dv, dtype=x.dtype, device=x.device)
-        put(to_v, to_v, (py.mT @ py)[..., :, None, :, None] * eye[:, None, :])
-        # [a a'] x [o c], [c a'] x [o a]
-        put(to_q, to_v, product(table(x, py), m.flatten(-2), (Dx, Dv, dv, d)).movedim(-1, -3))
-        put(to_k, to_v, product(table(q, py), b.flatten(-2), (d, Dv, dv, Dy)).movedim(-1, -4))
-    return gram
-
-
-def table(left: Tensor, right: Tensor) -> Tensor:
-    """Rows (r) of all products left_r[i] right_r[j]."""
-    return (left[..., :, None] * right[..., None, :]).flatten(-2)
-
-
-def explicit_jacobian(factors: JacobianFactors) -> Tensor:
-    """J itself (R dv, parameters), for the small and the ill-conditioned: nothing is squared."""
-    *front, rows, dv, d = factors.m.shape
-    widths = (factors.x.shape[-1] * d, factors.b.shape[-1] * d, factors.py.shape[-1] * dv)
-    jacobian = factors.m.new_empty(*front, rows, dv, sum(widths))
-    j_q, j_k, j_v = jacobian.split(widths, dim=-1)
-    torch.mul(factors.x[..., None, :, None], factors.m[..., None, :], out=j_q.unflatten(-1, (-1, d)))
-    torch.mul(factors.b[..., None], factors.q[..., None, None, :], out=j_k.unflatten(-1, (-1, d)))
-    on_diagonal = j_v.zero_().unflatten(-1, (-1, dv)).diagonal(dim1=-3, dim2=-1)
-    on_diagonal.copy_(factors.py[..., None].expand_as(on_diagonal))
-    return jacobian.flatten(-3, -2)
-
-
-def pull_back(factors: JacobianFactors, u: Tensor) -> Tensor:
-    """J^T u for rows u (k, R dv): (k, parameters)."""
-    by_row = u.view(len(u), len(factors.m), -1).permute(1, 2, 0)  # (r, o, k)
-    to_q = (factors.x.T @ (factors.m.mT @ by_row).flatten(1)).unflatten(1, (-1, len(u)))  # (a, c, k)
-    to_k = ((factors.b.mT @ by_row).flatten(1).T @ factors.q).unflatten(0, (-1, len(u))).transpose(1, 2)  # (a, c, k)
-    to_v = (factors.py.T @ by_row.flatten(1)).unflatten(1, (-1, len(u)))  # (a, o, k)
-    return torch.cat([part.flatten(0, 1) for part in (to_q, to_k, to_v)]).T
-
-
-def push_forward(factors: JacobianFactors, w: Tensor) -> Tensor:
-    """J w for rows w (k, parameters): (k, R dv)."""
-    (_, dv, d), k = factors.m.shape, len(w)
-    widths = (factors.x.shape[1] * d, factors.b.shape[2] * d, factors.py.shape[1] * dv)
-    of_q, of_k, of_v = (part.T for part in w.split(widths, dim=1))
-    seen = (factors.x @ of_q.reshape(-1, d * k)).unflatten(1, (d, k))  # (r, c, k)
-    heard = (factors.q @ of_k.reshape(-1, d, k).transpose(0, 1).flatten(1)).unflatten(1, (-1, k))  # (r, a, k)
-    read = (factors.py @ of_v.reshape(-1, dv * k)).unflatten(1, (dv, k))  # (r, o, k)
-    return (factors.m @ seen + factors.b @ heard + read).flatten(0, 1).T
-
-
-def in_float32(factors: JacobianFactors, largest: float) -> JacobianFactors:
-    """JacobianFactors of J / `largest`, every factor of moderate size: squares must not leave the range of float32."""
-    m_size, b_size = (float(t.abs().max()) or 1.0 for t in (factors.m, factors.b))
-    return replace(
-        factors,
-        x=(factors.x * (m_size / largest)).float(),
-        m=(factors.m / m_size).float(),
-        q=(factors.q * (b_size / largest)).float(),
-        b=(factors.b / b_size).float(),
-        py=(factors.py / largest).float(),
-        built_with=None,
-    )
+    Raises: NotDefinedError unless it is one plain softmax head.
+    """
+    if not isinstance(operator, SoftmaxJacobian):
+        raise NotDefinedError("the stacked convention is defined for plain softmax attention only")
+    return StackedJacobian(operator.head, None if operator.biases else operator.built, operator.token_ranks)
 
 
 @dataclass(frozen=True, eq=False)
-class OutputSteps(GramSteps):
-    """J J^T for iterations."""
+class StackedJacobian(JacobianOperator):
+    """The papers' stacked matrix [J_Q; J_K; J_V] of one head, 3 R dv x Dd.
 
-    factors: JacobianFactors
+    Its rows outnumber its columns, so methods work on H = J^T J, in the basis of the compressed tokens. Queries and
+    keys read the same tokens, compressed alike: the three parameter spaces keep one basis.
+    """
+
+    head: Head
+    built: JacobianFactors | None = None
+    token_ranks: dict[Any, tuple[int, bool]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        head = self.head
+        if head.num_query_heads > 1 or head.y is not None or head.value_dim != head.head_dim:
+            raise NotDefinedError(
+                "the stacked convention is defined for one self-attention head without biases, dv = d"
+            )
 
     @property
-    def size(self) -> int:
-        """R dv."""
-        return self.factors.m.shape[0] * self.factors.m.shape[1]
+    def shape(self) -> tuple[int, int]:
+        """3 R dv outputs, D d parameters."""
+        return 3 * self.head.num_outputs, self.head.head_dim * self.head.width
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """J^T u."""
-        return pull_back(self.factors, rows)
+    @cached_property
+    def wide(self) -> SoftmaxJacobian:
+        """The same head, wide."""
+        return SoftmaxJacobian(self.head, built=self.built)
 
-    def backward(self, rows: Tensor) -> Tensor:
-        """J w."""
-        return push_forward(self.factors, rows)
+    def matvec(self, v: Tensor) -> Tensor:
+        """The same direction of W_Q, of W_K and of W_V, one after the other."""
+        return torch.cat([self.wide.matvec(row) for row in torch.block_diag(v, v, v)])
 
-    def lower_float32(self, largest: float) -> Tensor:
-        """The lower triangle of J J^T / largest^2."""
-        return output_gram(in_float32(self.factors, largest), lower=True)
+    def rmatvec(self, u: Tensor) -> Tensor:
+        """The sum of J_Q^T u_Q, J_K^T u_K and J_V^T u_V."""
+        pulled = torch.stack([self.wide.rmatvec(part) for part in u.chunk(3)])
+        return pulled.view(3, 3, -1).diagonal().sum(1)
 
-    def shifted(self, largest: float, bound: float) -> Tensor:
-        """The lower triangle of J J^T - bound I; nothing needs `largest` here."""
-        gram = output_gram(self.factors, lower=True)
-        gram.diagonal().sub_(bound)
-        return gram
+    def rank_bound(self) -> RankBound:
+        """See `stack_rank_bound`."""
+        return stack_rank_bound(self.head, known=self.token_ranks)
+
+    def as_matrix(self) -> Tensor:
+        """The three blocks below each other, with compressed tokens: (3 R dv, D~ d)."""
+        return _stacked_matrices([self])[0]
+
+    def gram(self, side: Side = "outputs") -> GramOperator:
+        """H = J_Q^T J_Q + J_K^T J_K + J_V^T J_V, on either side."""
+        head = self.head
+        return GramOperator(
+            head.head_dim * min(head.x.shape),
+            self._gram_product,
+            lambda: stack_gram(self.wide.factors),
+            scratch=head.num_rows * (head.head_dim**2 + min(head.x.shape) ** 2),
+            factor_rows=head.num_outputs,
+            device=head.x.device,
+        )
+
+    def _gram_product(self, w: Tensor) -> Tensor:
+        """H w: forward to the outputs of the three blocks, and back."""
+        factors, w = self.wide.factors, w.to(self.head.x.device)
+        pulled = factors.forward(factors.backward(torch.block_diag(w, w, w)))
+        return pulled.view(3, 3, -1).diagonal().sum(1).cpu()
+
+    @property
+    def hints(self) -> Hints:
+        """(U1) holds for the stacked matrix too."""
+        return Hints(
+            bounds=lambda: (0.0, norm_bound(self.wide.factors)),
+            reference=lambda: torch.cat(list(dense_jacobian(self.head).values())),
+            grams=lambda operators: stack_gram(stack_factors([one.wide.factors for one in operators])),
+            matrices=_stacked_matrices,
+        )
+
+
+def _stacked_matrices(operators: Sequence[StackedJacobian]) -> Tensor:
+    jacobian = explicit_jacobian(stack_factors([one.wide.factors for one in operators]))
+    return torch.cat(jacobian.tensor_split(3, dim=-1), dim=-2)

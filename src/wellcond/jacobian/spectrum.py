@@ -12,9 +12,8 @@ from wellcond.errors import WeightError
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.operator import JacobianOperator
 from wellcond.jacobian.problem import Convention, JacobianSpectrum
-from wellcond.jacobian.softmax import SoftmaxJacobian
+from wellcond.jacobian.softmax import SoftmaxJacobian, stacked_jacobian
 from wellcond.jacobian.solve import operator_spectrum
-from wellcond.jacobian.stacked import stacked_jacobian
 from wellcond.linalg.spectrum import to_float64
 
 

@@ -29,8 +29,9 @@ from wellcond.attention.record import ROLES
 from wellcond.attention.slot import Slot
 from wellcond.jacobian.head import Head
 from wellcond.jacobian.module import ModuleJacobian
-from wellcond.jacobian.operator import MappedRows
-from wellcond.jacobian.rowwise import RowSoftmax, RowwiseHead, TokenMap
+from wellcond.jacobian.operator import MappedOutputs
+from wellcond.jacobian.rowwise import RowwiseHead
+from wellcond.jacobian.softmax import RowSoftmax, TokenMap
 from wellcond.private import product_operands, softmax_result, view_base
 
 LINEAR, CONVOLUTIONS = (F.linear, torch.addmm), (F.conv1d, F.conv2d)
@@ -295,17 +296,16 @@ def output_rows(trace: Trace, columns: Tensor) -> Tensor:
 
 
 def output_maps(trace: Trace, columns: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
-    """The Jacobians (g, g, N, dv', dv) of what W_O reads of a group by its rows; None if nothing happens to them."""
-    dv = trace.values.right.shape[2]
-    maps = trace.heads.new_empty(len(rows), len(rows), len(trace.heads), columns.shape[1], dv)
+    """The Jacobians (N, g, dv', g, dv) of what W_O reads of a group by its rows; None if nothing happens to them."""
+    g, dv = len(rows), trace.values.right.shape[2]
+    maps = trace.heads.new_empty(len(trace.heads), g, columns.shape[1], g, dv)
     unit = torch.eye(columns.shape[1], dtype=maps.dtype)
     for head, own in enumerate(columns):
         for channel, row in enumerate(unit):
             pulled = _pull_outputs(trace, own, row.expand(len(trace.heads), -1))
             for other, at in enumerate(rows):
-                maps[head, other, :, channel] = pulled[at]
-    same = torch.eye(len(rows), dtype=maps.dtype)[:, :, None, None, None]
-    if columns.shape[1] == dv and bool((maps == same * torch.eye(dv, dtype=maps.dtype)).all()):
+                maps[:, head, channel, other] = pulled[at]
+    if columns.shape[1] == dv and bool((maps.flatten(3).flatten(1, 2) == torch.eye(g * dv, dtype=maps.dtype)).all()):
         return None
     return maps.detach()
 
@@ -333,7 +333,7 @@ class MemoryRows:
         return int((self.tokens < 0).sum())
 
 
-def trace_rowwise(module: ModuleJacobian, *, biases: bool = False) -> RowwiseHead | MappedRows:
+def trace_rowwise(module: ModuleJacobian, *, biases: bool = False) -> RowwiseHead | MappedOutputs:
     """The row-wise operator of a head that is known by its module.
 
     Raises: NotTracedError, with the reason, if its attention has none.
@@ -410,7 +410,9 @@ def trace_rowwise(module: ModuleJacobian, *, biases: bool = False) -> RowwiseHea
         biases,
     )
     maps = output_maps(trace, module.columns, outputs)
-    return operator if maps is None else MappedRows(operator, maps, module.output().detach())
+    if maps is None:
+        return operator
+    return MappedOutputs((operator,), (maps,), len(x), value=module.output().detach())
 
 
 def _by_query(trace: Trace, memory: MemoryRows, tokens: Tensor, slot_rows: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ from wellcond.jacobian.diagnosis import (
     log10_kappa_bound,
     softmax_spectra,
 )
-from wellcond.jacobian.head import Head, JacobianFactors, build_all_factors
+from wellcond.jacobian.factors import JacobianFactors, build_all_factors
+from wellcond.jacobian.head import Head
 from wellcond.jacobian.module import batch_axis
 from wellcond.jacobian.problem import SLOW_SECONDS, JacobianSpectrum, show_seconds
 from wellcond.jacobian.select import (
@@ -44,9 +45,8 @@ from wellcond.jacobian.select import (
     output_operator,
     select_operator,
 )
-from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size
+from wellcond.jacobian.softmax import SoftmaxJacobian, softmax_jacobians, stack_size, stacked_jacobian
 from wellcond.jacobian.solve import operator_spectra
-from wellcond.jacobian.stacked import stacked_jacobian
 from wellcond.linalg.spectrum import SoftmaxSpectrum, Spectrum, spectra, to_float64
 from wellcond.measurement.records import (
     NUMERICAL,

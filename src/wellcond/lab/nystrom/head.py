@@ -58,7 +58,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d
 
-from wellcond.jacobian.head import through_softmax, weighted_covariances
+from wellcond.jacobian.factors import weighted_covariances
+from wellcond.jacobian.head import through_softmax
 from wellcond.linalg.spectrum import row_space
 
 STEPS = 6

@@ -17,8 +17,7 @@ from wellcond.attention.kernels import map_statistics
 from wellcond.jacobian.capture import CapturedAttention
 from wellcond.jacobian.ends import from_the_right
 from wellcond.jacobian.module import ModuleJacobian
-from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, Side, Triangle, TriangleHint
-from wellcond.jacobian.ranks import RankBound
+from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, RankBound, Side, TriangleHint
 from wellcond.jacobian.select import ApproximatedMap, SelectedOperator, register_operator
 from wellcond.lab.nystrom.head import Moving, NystromHead, Reach
 from wellcond.linalg.spectrum import resolve_rank, row_space
@@ -177,7 +176,7 @@ class NystromJacobian(JacobianOperator):
         return self.head.output()
 
 
-def make_triangle(values: Tensor, above: Tensor, below: Tensor, tolerance: float) -> Triangle:
+def make_triangle(values: Tensor, above: Tensor, below: Tensor, tolerance: float) -> tuple[Tensor, float]:
     """A triangle with the singular values of [S M_1; 0 M_2], S = diag(values).
 
     Directions that M_2 moves by no more than the tolerance are zero.
@@ -204,7 +203,7 @@ def make_triangle(values: Tensor, above: Tensor, below: Tensor, tolerance: float
     size, first = len(corner) + len(below), len(corner)
     entries = above.new_zeros(size, size)
     entries[:first, :first], entries[:first, first:], entries[first:, first:] = corner, above, below
-    return Triangle(entries, dropped)
+    return entries, dropped
 
 
 def _is_regular(square: Tensor, tolerance: float) -> bool:
