@@ -236,7 +236,7 @@ def test_a_layer_that_fails_through_its_output_projection_leaves_the_rest():
     whole, broken = report.layers
     assert whole.with_output is not None and len(whole.heads) == len(broken.heads) == 3 and not broken.problem
     assert broken.with_output is None and "W_O has NaN or infinite entries" in broken.output_problem
-    assert "not measured through W_O: w_o has NaN" in report.to_table()
+    assert "not measured through W_O: blocks.1.attn: W_O has NaN" in report.to_table()
 
 
 def test_an_attention_for_which_the_convention_is_not_defined_leaves_the_rest():

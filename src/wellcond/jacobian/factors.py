@@ -237,7 +237,7 @@ def build_all_factors(heads: Sequence[Head], *, biases: bool = False) -> list[Ja
     m, b = weighted_covariances(p, k, v, y, stack.scale)
     built = FactorStack(x=x, q=stack.queries().flatten(1, 2), py=py, m=m, b=b, p=p, k=k, v=v)
     return [
-        JacobianFactors(*(getattr(built, name)[at] for name in NAMES), built_with=(built, at))
+        JacobianFactors(**{name: getattr(built, name)[at] for name in NAMES}, built_with=(built, at))
         for at in range(len(heads))
     ]
 

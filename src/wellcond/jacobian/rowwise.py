@@ -75,7 +75,7 @@ class RowwiseHead(HeadJacobian):
     def __post_init__(self) -> None:
         d, rows, keys = self.head.head_dim, self.head.num_rows, self.head.memory.shape[0]
         for name, mapped, count in (("query", self.query, rows), ("key", self.key, keys)):
-            value, jacobian = mapped.value.detach().double(), mapped.jacobian.detach().double()
+            value, jacobian = mapped.value.detach().double(), mapped.jacobians.detach().double()
             width = value.shape[-1]
             if value.numel() != count * width or jacobian.numel() != count * width * d:
                 raise ValueError(
@@ -160,7 +160,7 @@ class RowwiseHead(HeadJacobian):
         weights = softmax_weights(softmax.p, values)[..., :keys]
         sloped = weights * softmax.slope[:, None, :]
         if softmax.by_query is None:
-            m = (sloped @ self.key.value) @ self.query.jacobian
+            m = (sloped @ self.key.value) @ self.query.jacobians
         else:
             m = weights @ softmax.by_query
         py = self.p @ vy
@@ -169,15 +169,13 @@ class RowwiseHead(HeadJacobian):
             m=m,
             py=py if not self.values_are_mapped else py[:, :0],
             w=sloped,
-            t=torch.einsum("re,jec->rjc", self.query.value, self.key.jacobian),
+            t=torch.einsum("re,jec->rjc", self.query.value, self.key.jacobians),
             y=y,
         )
 
     def _value_column(self, vy: Tensor, c: int) -> Tensor:
         """sum_j p_rj N_j^v[:, c] y_j, (n, columns of Y)."""
-        jacobian = self.softmax.value.jacobian
-        assert jacobian is not None
-        return (self.p[:, None, :] * jacobian[:, :, c].T).flatten(0, 1) @ vy
+        return (self.p[:, None, :] * self.softmax.value.jacobians[:, :, c].T).flatten(0, 1) @ vy
 
     @property
     def hints(self) -> Hints:

@@ -52,9 +52,9 @@ def rowwise_rank_bound(operator: RowwiseHead) -> RankBound:
     queries, keys = head.queries().flatten(0, 1), head.keys()
     per_head = len(queries) // g
     seen = sum(
-        _seen_directions(operator.query.jacobian[at : at + per_head], queries[at : at + per_head], qx, fixed_q)
+        _seen_directions(operator.query.jacobians[at : at + per_head], queries[at : at + per_head], qx, fixed_q)
         for at in range(0, len(queries), per_head)
-    ) + _seen_directions(operator.key.jacobian, keys, ky, fixed_k)
+    ) + _seen_directions(operator.key.jacobians, keys, ky, fixed_k)
     gauge, constant = _cancelling_directions(operator, queries, keys, fixed_q, fixed_k)
     logits = min(max(0, seen - gauge - constant), _free_logits(operator))
     rank = min(operator.shape[0], logits + head.value_dim * vy)
@@ -91,10 +91,10 @@ def _cancelling_directions(
     unbiased, fixed = queries, none
     if b_q is not None and fixed_q:
         unbiased, fixed = queries - b_q.repeat_interleave(head.num_tokens, 0), b_q
-    query = MappedProjection(unbiased, fixed, operator.query.value, operator.query.jacobian, queries)
+    query = MappedProjection(unbiased, fixed, operator.query.value, operator.query.jacobians, queries)
     fixed = none if b_k is None or not fixed_k else b_k[None]
     key = MappedProjection(
-        keys[:real] - fixed.sum(0), fixed, operator.key.value[:real], operator.key.jacobian[:real], keys[:real]
+        keys[:real] - fixed.sum(0), fixed, operator.key.value[:real], operator.key.jacobians[:real], keys[:real]
     )
     found = gauge_of(query, key)
     has_constant = contains_ones(operator.inputs()[1][:real])

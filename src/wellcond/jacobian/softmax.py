@@ -54,6 +54,12 @@ class TokenMap:
     value: Tensor
     jacobian: Tensor | None = None
 
+    @property
+    def jacobians(self) -> Tensor:
+        """The Jacobians of a map that is not the identity."""
+        assert self.jacobian is not None
+        return self.jacobian
+
     def push(self, rows: Tensor) -> Tensor:
         """The Jacobian of each row times a row of directions."""
         return rows if self.jacobian is None else (self.jacobian @ rows[:, :, None])[..., 0]
@@ -69,7 +75,7 @@ class RowSoftmax:
 
     Attributes:
         p: probabilities (R, M), or (R, M + sinks), the last columns being those of sinks, which have no values.
-        slope: dS_rj / d(qhat_r . khat_j), (R, M): the scale, times the derivative of a soft-cap.
+        slope: dS_rj / d(qhat_r . khat_j), (R, M): the scale, times the derivative of a soft-cap; or one number for all.
         value: the map of the values, (M, dv').
         tokenless: how many of the last keys no token makes; their tokens are zero.
         tokens: what the value parameters multiply, (M, E), if it is not what the key parameters do.
@@ -78,7 +84,7 @@ class RowSoftmax:
     """
 
     p: Tensor
-    slope: Tensor | float
+    slope: Tensor
     value: TokenMap
     tokenless: int = 0
     tokens: Tensor | None = None
@@ -199,7 +205,8 @@ class SoftmaxJacobian(HeadJacobian):
     @cached_property
     def softmax(self) -> RowSoftmax:  # type: ignore[override]
         """The softmax of scaled products, and values as they are."""
-        return RowSoftmax(self.head.probabilities().flatten(0, 1), self.head.scale, TokenMap(self.head.values()))
+        p = self.head.probabilities().flatten(0, 1)
+        return RowSoftmax(p, p.new_full((), self.head.scale), TokenMap(self.head.values()))
 
     @cached_property
     def factors(self) -> JacobianFactors:
