@@ -25,9 +25,8 @@ from wellcond.jacobian.diagnosis import (
     upper_square,
 )
 from wellcond.jacobian.factors import build_factors
-from wellcond.jacobian.head import Head
+from wellcond.jacobian.head import Head, Ranks, contains_ones, generic_ranks, rank_and_ones
 from wellcond.jacobian.problem import Convention
-from wellcond.jacobian.ranks import Ranks, contains_ones, generic_ranks, rank_and_ones
 from wellcond.linalg.spectrum import SoftmaxSpectrum, numerical_rank, singular_values, spectrum
 
 __all__ = [

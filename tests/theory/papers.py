@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.factors import build_factors
-from wellcond.jacobian.ranks import contains_ones, logit_rank
+from wellcond.jacobian.head import contains_ones, logit_rank
 from wellcond.linalg.orthogonal import polar
 from wellcond.linalg.spectrum import singular_values, spectrum
 from wellcond.theory import Head, papers_bound, structural_ranks

@@ -9,7 +9,7 @@ from theory import cases
 from theory.papers import deficient_rank, gauge_direction, key_shift_direction, parameter_nullity
 from theory.reference import F64, attention, blocks, head, jacobian_of, rank, stack, wide
 from wellcond.errors import HypothesisError
-from wellcond.jacobian.ranks import contains_ones, wide_rank_bound, wide_shape
+from wellcond.jacobian.head import contains_ones, wide_rank_bound, wide_shape
 from wellcond.jacobian.softmax import dense_jacobian
 from wellcond.theory import Head, Ranks, generic_ranks, structural_ranks
 

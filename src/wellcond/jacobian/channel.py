@@ -42,9 +42,8 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.ends import from_the_right
-from wellcond.jacobian.head import compressed, softmax_weights, through_softmax, with_constant
+from wellcond.jacobian.head import compressed, rank_and_ones, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, RankBound, Side, TriangleHint
-from wellcond.jacobian.ranks import rank_and_ones
 from wellcond.linalg.spectrum import cast_to_float64, default_rtol, move_to, singular_values
 
 TENSORS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")

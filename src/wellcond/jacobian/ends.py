@@ -29,29 +29,28 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.operator import GramSteps
-from wellcond.jacobian.problem import LOWEST, SURE, JacobianSpectrum, Task
+from wellcond.jacobian.problem import LOWEST, SURE, JacobianSpectrum, Problem
 from wellcond.linalg.lanczos import MAX_STEPS, Estimate, largest_eigenvalue, smallest_eigenvalue
 
 SHIFT = 2e-8
 """Added to the diagonal before a factorisation in float32; see Note [Float32 factor]."""
 
 
-def from_triangle(task: Task, why: str = "") -> JacobianSpectrum:
+def from_triangle(problem: Problem, why: str = "") -> JacobianSpectrum:
     """Both ends of an operator that can be made triangular without squaring it, and whose rank shows on the way.
 
     `why` is the reason why this is done at all, where another solver was tried before.
     """
-    problem = task.problem
     assert problem.hints.triangle is not None
     top = largest_eigenvalue(problem.gram.matvec, problem.gram.size)
     if top.value <= 0:
-        return task.from_singular_values(torch.zeros(1, dtype=torch.float64))
+        return problem.from_singular_values(torch.zeros(1, dtype=torch.float64))
     largest = math.sqrt(top.value)
     tolerance = problem.rtol * largest
     triangle, dropped = problem.hints.triangle.build(tolerance)
     if float(triangle.diagonal().abs().min()) <= torch.finfo(torch.float64).eps ** 2 * largest:
         # No diagonal entry is below the least singular value, and solving with this one would overflow.
-        return task.record(
+        return problem.record(
             largest,
             0.0,
             0.0,
@@ -71,7 +70,7 @@ def from_triangle(task: Task, why: str = "") -> JacobianSpectrum:
         rank -= int((low <= tolerance).sum())
         smallest = float(low[low > tolerance].min()) if bool((low > tolerance).any()) else tolerance
     known = problem.hints.bounds()[0] if rank == problem.gram.size else 0.0
-    return task.record(
+    return problem.record(
         largest,
         smallest if rank == min(problem.shape) else 0.0,
         smallest,
@@ -84,12 +83,12 @@ def from_triangle(task: Task, why: str = "") -> JacobianSpectrum:
     )
 
 
-def from_qr(task: Task, triangle: Tensor) -> JacobianSpectrum | None:
+def from_qr(problem: Problem, triangle: Tensor) -> JacobianSpectrum | None:
     """Both ends from R of J = QR.
 
     None if rounding may have made zeros of the lower end, so that the rank must be counted.
     """
-    problem, side = task.problem, len(triangle)
+    side = len(triangle)
     top = largest_eigenvalue(lambda u: triangle.T @ (triangle @ u), side)
     largest = math.sqrt(top.value)
     error = problem.rounding * largest
@@ -101,7 +100,7 @@ def from_qr(task: Task, triangle: Tensor) -> JacobianSpectrum | None:
     smallest = 1 / math.sqrt(bottom.value)
     if not smallest > lowest_allowed:
         return None
-    return task.record(
+    return problem.record(
         largest,
         smallest if side == min(problem.shape) else 0.0,
         smallest,

@@ -176,9 +176,18 @@ def union_condition_number(spectra: Sequence[JacobianSpectrum], kind: Literal["s
     return math.nan if any(math.isnan(sigma) for sigma in last) else largest / min(last)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class Cost:
+    """What a solver needs at its peak, how long it may take, and why `auto` takes it."""
+
+    num_bytes: int
+    seconds: float
+    reason: str
+
+
+@dataclass(eq=False)
 class Problem:
-    """The spectrum of one operator that is asked for; everything that follows from it is computed once, when needed.
+    """The spectrum of one operator that is asked for, and the record of it; everything is computed when needed.
 
     Attributes:
         operator: J.
@@ -186,6 +195,8 @@ class Problem:
         asked: a method, or ``auto``.
         given_rtol: singular values up to this share of the largest count as zero; max(shape) * eps if None.
         memory_limit: bytes that may be used; what is free if None.
+        method: of the solver that was chosen, for the record.
+        why: it was chosen.
     """
 
     operator: JacobianOperator
@@ -193,6 +204,8 @@ class Problem:
     asked: str = "auto"
     given_rtol: float | None = None
     memory_limit: int | None = None
+    method: MethodName = "gram"
+    why: str = ""
 
     @cached_property
     def bound(self) -> RankBound:
@@ -286,24 +299,6 @@ class Problem:
         """The last of min(shape) singular values: zero where the structure leaves fewer that are not."""
         return smallest if self.bound.rank == min(self.shape) else 0.0
 
-
-@dataclass(frozen=True)
-class Cost:
-    """What a solver needs at its peak, how long it may take, and why `auto` takes it."""
-
-    num_bytes: int
-    seconds: float
-    reason: str
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """A problem, and the method and the cost of the solver that was chosen for it."""
-
-    problem: Problem
-    method: MethodName
-    cost: Cost
-
     def record(
         self,
         sigma_max: float,
@@ -319,23 +314,22 @@ class Task:
         num_products: int = 0,
     ) -> JacobianSpectrum:
         """What was found, with what the structure says about it; sigma_max as a Ritz value, unless bounds are given."""
-        problem = self.problem
         if max_bounds is None:
-            max_bounds = sigma_max, problem.hints.bounds()[1]
+            max_bounds = sigma_max, self.hints.bounds()[1]
         return JacobianSpectrum(
-            convention=problem.convention,
-            shape=problem.shape,
+            convention=self.convention,
+            shape=self.shape,
             sigma_max=sigma_max,
             sigma_min=sigma_min,
             sigma_rank=sigma_rank,
             rank=rank,
-            nullity=min(problem.shape) - rank,
-            null_space=problem.bound.null_space,
+            nullity=min(self.shape) - rank,
+            null_space=self.bound.null_space,
             sigma_max_bounds=max_bounds,
             sigma_rank_bounds=rank_bounds,
-            rtol=problem.rtol,
+            rtol=self.rtol,
             method=self.method,
-            reason=self.cost.reason if reason is None else f"{self.cost.reason}; {reason}",
+            reason=self.why if reason is None else f"{self.why}; {reason}",
             status=status,
             num_products=num_products,
             singular_values=None if values is None else tuple(values.tolist()),
@@ -343,12 +337,11 @@ class Task:
 
     def from_singular_values(self, sigma: Tensor, reason: str | None = None) -> JacobianSpectrum:
         """Record of singular values that were not squared; missing ones (compressed away) are zero."""
-        problem = self.problem
-        full = torch.zeros(min(problem.shape), dtype=torch.float64)
+        full = torch.zeros(min(self.shape), dtype=torch.float64)
         full[: min(len(sigma), len(full))] = sigma[: len(full)].cpu()
-        rank = int(resolve_rank(full, problem.shape, rtol=problem.rtol))
+        rank = int(resolve_rank(full, self.shape, rtol=self.rtol))
         # Autograd's softmax cancels where our centred factors do not: `dense` is sure to half the digits only.
-        rounding = EPSILON**0.5 if self.method == "dense" else problem.rounding
+        rounding = EPSILON**0.5 if self.method == "dense" else self.rounding
         sigma_rank, error = float(full[rank - 1]) if rank else 0.0, rounding * float(full[0])
         return self.record(
             float(full[0]),

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from wellcond.jacobian.head import contains_ones, counted_biases
 from wellcond.jacobian.operator import RankBound
-from wellcond.jacobian.ranks import contains_ones, counted_biases
 from wellcond.linalg.spectrum import numerical_rank, resolve_rank, row_space
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ Products with J and its transpose need nothing of size n x n: for U (R x dv) and
     J dW = (P * (E - rowsum(P * E))) Vhat + P N^v (Y dWv)
 
 The plain head is here, wide and in the papers' stacked convention; `wellcond.jacobian.rowwise` has the mapped one,
-`wellcond.jacobian.factors` the matrices, `wellcond.jacobian.ranks` ranks and null directions.
+`wellcond.jacobian.factors` the matrices, `wellcond.jacobian.head` ranks and null directions.
 """
 
 from __future__ import annotations
@@ -38,9 +38,17 @@ from wellcond.jacobian.factors import (
     stack_gram,
 )
 from wellcond.jacobian.gauge import parameter_steps
-from wellcond.jacobian.head import Head, can_stack, through_softmax, with_constant
+from wellcond.jacobian.head import (
+    Head,
+    can_stack,
+    counted_biases,
+    stack_rank_bound,
+    through_softmax,
+    wide_rank_bound,
+    wide_shape,
+    with_constant,
+)
 from wellcond.jacobian.operator import GramOperator, Hints, JacobianOperator, RankBound, Side
-from wellcond.jacobian.ranks import counted_biases, stack_rank_bound, wide_rank_bound, wide_shape
 from wellcond.linalg.spectrum import SMALLEST_ON_DEVICE, where_decomposed
 
 Parts = tuple[Tensor, Tensor, Tensor]

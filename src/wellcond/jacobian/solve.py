@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,6 @@ from wellcond.jacobian.problem import (
     MethodName,
     Problem,
     Status,
-    Task,
     show_seconds,
 )
 from wellcond.linalg.lanczos import largest_eigenvalue
@@ -70,7 +70,7 @@ class Solver:
     name: str
     method: MethodName
     cost: Callable[[Problem], Cost | None]
-    run: Callable[[Sequence[Task]], list[JacobianSpectrum]]
+    run: Callable[[Sequence[Problem]], list[JacobianSpectrum]]
 
 
 def choose(problem: Problem) -> tuple[Solver, Cost]:
@@ -107,24 +107,20 @@ def solve(problems: Sequence[Problem], admit: Callable[[float], bool] | None = N
     seconds = sum(cost.seconds for _, cost in choices)
     if admit is not None and not admit(seconds):
         raise TooLongError(seconds, show_seconds(seconds))
-    found: dict[int, JacobianSpectrum] = {}
+    found: dict[Problem, JacobianSpectrum] = {}
     for solver in SOLVERS:
-        mine = [at for at, (chosen, _) in enumerate(choices) if chosen is solver]
-        tasks = [Task(problems[at], solver.method, choices[at][1]) for at in mine]
-        found |= zip(mine, solver.run(tasks) if tasks else [], strict=True)
-    return [found[at] for at in range(len(problems))]
+        mine = []
+        for problem, (chosen, cost) in zip(problems, choices, strict=True):
+            if chosen is solver:
+                problem.method, problem.why = solver.method, cost.reason
+                mine.append(problem)
+        found |= zip(mine, solver.run(mine) if mine else [], strict=True)
+    return [found[problem] for problem in problems]
 
 
-def operator_spectrum(
-    operator: JacobianOperator,
-    *,
-    convention: Convention = "wide",
-    method: str = "auto",
-    rtol: float | None = None,
-    memory_limit: int | None = None,
-) -> JacobianSpectrum:
-    """Spectrum of any operator; arguments as in `jacobian_spectrum`."""
-    return solve([Problem(operator, convention, method, rtol, memory_limit)])[0]
+def operator_spectrum(operator: JacobianOperator, **options: Any) -> JacobianSpectrum:
+    """Spectrum of any operator; options as in `operator_spectra`."""
+    return operator_spectra([operator], **options)[0]
 
 
 def operator_spectra(
@@ -132,6 +128,7 @@ def operator_spectra(
     *,
     convention: Convention = "wide",
     method: str = "auto",
+    rtol: float | None = None,
     memory_limit: int | None = None,
     admit: Callable[[float], bool] | None = None,
 ) -> list[JacobianSpectrum]:
@@ -139,11 +136,11 @@ def operator_spectra(
 
     Raises: as `jacobian_spectrum`; TooLongError if `admit`, asked with the seconds expected, says no.
     """
-    return solve([Problem(one, convention, method, memory_limit=memory_limit) for one in operators], admit)
+    return solve([Problem(one, convention, method, rtol, memory_limit) for one in operators], admit)
 
 
-def _each(run: Callable[[Task], JacobianSpectrum]) -> Callable[[Sequence[Task]], list[JacobianSpectrum]]:
-    return lambda tasks: [run(task) for task in tasks]
+def _each(run: Callable[[Problem], JacobianSpectrum]) -> Callable[[Sequence[Problem]], list[JacobianSpectrum]]:
+    return lambda problems: [run(problem) for problem in problems]
 
 
 # --- dense -----------------------------------------------------------------------------------------------------------
@@ -157,9 +154,9 @@ def _dense_cost(problem: Problem) -> Cost | None:
     return Cost(problem.needed_bytes("dense"), seconds, ASKED)
 
 
-def _dense(task: Task) -> JacobianSpectrum:
-    reference = task.problem.hints.reference or task.problem.operator.as_matrix
-    return task.from_singular_values(singular_values(reference()))
+def _dense(problem: Problem) -> JacobianSpectrum:
+    reference = problem.hints.reference or problem.operator.as_matrix
+    return problem.from_singular_values(singular_values(reference()))
 
 
 # --- closed form -----------------------------------------------------------------------------------------------------
@@ -175,15 +172,15 @@ def _closed_form_cost(problem: Problem) -> Cost | None:
     return Cost(needed, 0.0, why)  # both ends are known by now
 
 
-def _closed_form(task: Task) -> JacobianSpectrum:
-    closed = task.problem.closed_form
+def _closed_form(problem: Problem) -> JacobianSpectrum:
+    closed = problem.closed_form
     assert closed is not None
     (low, high, error), top = closed
-    return task.record(
+    return problem.record(
         math.sqrt(top.value),
         low,
         low,
-        task.problem.gram.size,
+        problem.gram.size,
         "exact",
         rank_bounds=(low - error, high + error),
         num_products=top.num_products,
@@ -217,14 +214,14 @@ def _proved_ends_cost(problem: Problem) -> Cost | None:
     return _gram_cost(problem) if wanted else None
 
 
-def _proved_ends(task: Task) -> JacobianSpectrum:
+def _proved_ends(problem: Problem) -> JacobianSpectrum:
     """Both ends; all eigenvalues where float32 does not suffice, or the proof fails."""
-    return _certified_ends(task) or _gram([task])[0]
+    return _certified_ends(problem) or _gram([problem])[0]
 
 
-def _certified_ends(task: Task) -> JacobianSpectrum | None:
+def _certified_ends(problem: Problem) -> JacobianSpectrum | None:
     """Both ends of J from the smaller Gram matrix, the lower one proved to be the lowest; None where that fails."""
-    problem, gram = task.problem, task.problem.smaller_gram
+    gram = problem.smaller_gram
     steps = None if gram.steps is None else gram.steps()
     if steps is None or steps.size - steps.num_null != problem.bound.rank:
         return None
@@ -239,7 +236,7 @@ def _certified_ends(task: Task) -> JacobianSpectrum | None:
     below = least.value**2 * (1 - CLOSED) - rounding
     if not no_eigenvalue_below(steps, largest, below):
         return None
-    return task.record(
+    return problem.record(
         largest,
         problem.last(least.value),
         least.value,
@@ -251,13 +248,13 @@ def _certified_ends(task: Task) -> JacobianSpectrum | None:
     )
 
 
-def _gram(tasks: Sequence[Task]) -> list[JacobianSpectrum]:
+def _gram(problems: Sequence[Problem]) -> list[JacobianSpectrum]:
     """Eigenvalues of the smaller Gram matrices, all at once; SVD of those J whose squares lose too much."""
-    found: dict[Task, JacobianSpectrum] = {}
-    squared = [task for task in tasks if not _surely_lost(task.problem)]
+    found: dict[Problem, JacobianSpectrum] = {}
+    squared = [problem for problem in problems if not _surely_lost(problem)]
     if squared:
-        grams = _grams([task.problem for task in squared])
-        full = [task.problem.bound.rank >= grams.shape[-1] and _svd_fits(task.problem) for task in squared]
+        grams = _grams(squared)
+        full = [problem.bound.rank >= grams.shape[-1] and _svd_fits(problem) for problem in squared]
         lost = _squaring_loses(grams) if any(full) else full
         kept = [at for at, losses in enumerate(zip(full, lost, strict=True)) if not all(losses)]
         squares = torch.linalg.eigvalsh(where_decomposed(grams if len(kept) == len(grams) else grams[kept]))
@@ -266,9 +263,9 @@ def _gram(tasks: Sequence[Task]) -> list[JacobianSpectrum]:
             record = _from_squares(squared[at], values)
             if record is not None:
                 found[squared[at]] = record
-    left = [task for task in tasks if task not in found]
+    left = [problem for problem in problems if problem not in found]
     found |= zip(left, _svd(left) if left else [], strict=True)
-    return [found[task] for task in tasks]
+    return [found[problem] for problem in problems]
 
 
 def _grams(problems: Sequence[Problem]) -> Tensor:
@@ -289,17 +286,17 @@ def _surely_lost(problem: Problem) -> bool:
     return full and _svd_fits(problem) and problem.hints.lower_kappa() > LARGEST_SQUARED_KAPPA
 
 
-def _from_squares(task: Task, squares: Tensor) -> JacobianSpectrum | None:
+def _from_squares(problem: Problem, squares: Tensor) -> JacobianSpectrum | None:
     """Record of eigenvalues of the smaller Gram matrix; None if they lose too much and the SVD of J fits."""
-    sigma, side, problem = squares.sqrt(), len(squares), task.problem
+    sigma, side = squares.sqrt(), len(squares)
     rank = min(problem.bound.rank, side)
     largest, smallest = float(sigma[0]), float(sigma[rank - 1])
     if largest == 0:
-        return task.from_singular_values(sigma)
+        return problem.from_singular_values(sigma)
     if smallest * LARGEST_SQUARED_KAPPA >= largest:
         values = torch.zeros(min(problem.shape), dtype=torch.float64)
         values[:rank] = sigma[:rank]
-        return task.record(
+        return problem.record(
             largest,
             float(values[-1]),
             smallest,
@@ -312,7 +309,7 @@ def _from_squares(task: Task, squares: Tensor) -> JacobianSpectrum | None:
     if _svd_fits(problem):
         return None
     high = _squared_interval(largest / LARGEST_SQUARED_KAPPA, largest, side)[1]
-    return _without_squares(task, "squaring loses the small ones and J itself is too large", largest, high)
+    return _without_squares(problem, "squaring loses the small ones and J itself is too large", largest, high)
 
 
 def _squaring_loses(grams: Tensor) -> list[bool]:
@@ -350,18 +347,19 @@ def _svd_fits(problem: Problem) -> bool:
     return 24 * rows * columns <= problem.limit and rows * columns * min(rows, columns) <= limits.LARGEST_SVD
 
 
-def _without_squares(task: Task, why: str, largest: float, high: float, num_products: int = 0) -> JacobianSpectrum:
+def _without_squares(
+    problem: Problem, why: str, largest: float, high: float, num_products: int = 0
+) -> JacobianSpectrum:
     """The ends from a triangular form of J, where there is one that fits; else what is certain of them.
 
     That a squared J is singular to rounding says nothing of the rank of J: sigma_min is somewhere in its interval, from
     what the operator is sure of to `high`, and no number stands for it.
     """
-    problem = task.problem
     if problem.fits_triangle():
-        return from_triangle(task, f"{why}: ")
+        return from_triangle(problem, f"{why}: ")
     rank, sure = problem.bound.rank, problem.hints.bounds()[0]
     sure = sure if problem.has_full_rank else 0.0
-    return task.record(
+    return problem.record(
         largest,
         math.nan if rank == min(problem.shape) else 0.0,
         math.nan,
@@ -373,28 +371,29 @@ def _without_squares(task: Task, why: str, largest: float, high: float, num_prod
     )
 
 
-def _svd(tasks: Sequence[Task]) -> list[JacobianSpectrum]:
+def _svd(problems: Sequence[Problem]) -> list[JacobianSpectrum]:
     """The SVDs of J themselves, where squaring loses the small singular values."""
-    first = tasks[0].problem
-    if len(tasks) > 1 and first.gram.device.type == "cpu":
-        return [record for task in tasks for record in _svd([task])]  # LAPACK takes one by one, and one fits the cache
+    first = problems[0]
+    if len(problems) > 1 and first.gram.device.type == "cpu":
+        # LAPACK takes one by one, and one fits the cache.
+        return [_svd([problem])[0] for problem in problems]
     if first.hints.matrices is None:
-        jacobians = _stacked([task.problem.operator.as_matrix() for task in tasks])
+        jacobians = _stacked([problem.operator.as_matrix() for problem in problems])
     else:
-        jacobians = first.hints.matrices([task.problem.operator for task in tasks])
+        jacobians = first.hints.matrices([problem.operator for problem in problems])
     if jacobians.shape[-2] < jacobians.shape[-1]:
         jacobians = jacobians.mT
     # As `qr` with fewer copies; LAPACK's matrices lie column by column.
     triangles = torch.geqrf(jacobians)[0][:, : jacobians.shape[-1]].mT.tril().mT
     del jacobians
     if _only_ends(first, triangles.shape[-1]):
-        ends = [from_qr(task, triangle.cpu()) for task, triangle in zip(tasks, triangles, strict=True)]
+        ends = [from_qr(problem, triangle.cpu()) for problem, triangle in zip(problems, triangles, strict=True)]
         known = [record for record in ends if record is not None]
-        if len(known) == len(tasks):
+        if len(known) == len(problems):
             return known
     values = torch.linalg.svdvals(where_decomposed(triangles))
     reason = "squaring loses the small ones: SVD of J"
-    return [task.from_singular_values(sigma, reason=reason) for task, sigma in zip(tasks, values, strict=True)]
+    return [problem.from_singular_values(sigma, reason=reason) for problem, sigma in zip(problems, values, strict=True)]
 
 
 # --- cholesky --------------------------------------------------------------------------------------------------------
@@ -409,8 +408,8 @@ def _cholesky_cost(problem: Problem) -> Cost | None:
     return Cost(problem.needed_bytes("cholesky"), seconds, why)
 
 
-def _cholesky(task: Task) -> JacobianSpectrum:
-    problem, gram = task.problem, task.problem.gram
+def _cholesky(problem: Problem) -> JacobianSpectrum:
+    gram = problem.gram
     n = gram.size
     if not problem.has_full_rank:
         raise NotDefinedError(
@@ -419,10 +418,10 @@ def _cholesky(task: Task) -> JacobianSpectrum:
         )
     beyond = f"kappa exceeds {LARGEST_SQUARED_KAPPA:g}"
     if problem.fits_triangle() and problem.hints.lower_kappa() > LARGEST_SQUARED_KAPPA:
-        return from_triangle(task, f"{beyond}: ")
+        return from_triangle(problem, f"{beyond}: ")
     top = largest_eigenvalue(gram.matvec, n)
     if top.value <= 0:
-        return task.from_singular_values(torch.zeros(n, dtype=torch.float64))
+        return problem.from_singular_values(torch.zeros(n, dtype=torch.float64))
     largest, sure = math.sqrt(top.value), problem.hints.bounds()[0]
     reason = None
     steps = gram.steps() if gram.steps is not None and n >= limits.SMALLEST_FLOAT32 else None
@@ -430,7 +429,7 @@ def _cholesky(task: Task) -> JacobianSpectrum:
         least = least_singular_value(steps, largest)
         if least.value is not None and least.value * LARGEST_SQUARED_KAPPA >= largest:
             # |J^T x| of the vector found: sigma_min is at most this, up to rounding.
-            return task.record(
+            return problem.record(
                 largest,
                 problem.last(least.value),
                 least.value,
@@ -446,7 +445,7 @@ def _cholesky(task: Task) -> JacobianSpectrum:
         # Rounding made G indefinite, so its least eigenvalue is below n eps |G|.
         high = _squared_interval(0.0, largest, n)[1]
         del factor
-        return _without_squares(task, "Cholesky of J J^T broke down", largest, high, top.num_products)
+        return _without_squares(problem, "Cholesky of J J^T broke down", largest, high, top.num_products)
 
     def solve_with(vector: Tensor) -> Tensor:
         half = torch.linalg.solve_triangular(factor, vector.to(factor.device)[:, None], upper=False)
@@ -457,9 +456,9 @@ def _cholesky(task: Task) -> JacobianSpectrum:
     status: Status = "exact" if smallest * LARGEST_SQUARED_KAPPA >= largest else "estimate"
     if status == "estimate" and problem.fits_triangle():
         del factor
-        return from_triangle(task, f"{beyond}: ")
+        return from_triangle(problem, f"{beyond}: ")
     # A Ritz value of the inverse never exceeds its largest eigenvalue, so sigma_min is at most this, up to rounding.
-    return task.record(
+    return problem.record(
         largest,
         problem.last(smallest),
         smallest,
@@ -486,20 +485,20 @@ def _products_cost(problem: Problem, steps: int = LANCZOS_STEPS) -> Cost:
     return Cost(problem.needed_bytes("implicit"), seconds, f"n = {n} is {why}" if problem.is_auto else ASKED)
 
 
-def _exhaustive_products(task: Task) -> JacobianSpectrum:
-    return _lanczos(task, task.problem.gram.size, exhaustive=True)
+def _exhaustive_products(problem: Problem) -> JacobianSpectrum:
+    return _lanczos(problem, problem.gram.size, exhaustive=True)
 
 
-def _products(task: Task) -> JacobianSpectrum:
-    return _lanczos(task, LANCZOS_STEPS, exhaustive=False)
+def _products(problem: Problem) -> JacobianSpectrum:
+    return _lanczos(problem, LANCZOS_STEPS, exhaustive=False)
 
 
-def _lanczos(task: Task, steps: int, *, exhaustive: bool) -> JacobianSpectrum:
-    problem, product = task.problem, task.problem.gram.matvec
+def _lanczos(problem: Problem, steps: int, *, exhaustive: bool) -> JacobianSpectrum:
+    product = problem.gram.matvec
     n = problem.gram.size
     top = largest_eigenvalue(product, n)
     if top.value <= 0:
-        return task.from_singular_values(torch.zeros(n, dtype=torch.float64))
+        return problem.from_singular_values(torch.zeros(n, dtype=torch.float64))
     largest, sure = math.sqrt(top.value), problem.hints.bounds()[0]
     # shift I - G turns the smallest eigenvalue into the largest one. It converges slowly when eigenvalues cluster at
     # the lower end, but its Ritz value bounds sigma_min^2 from above in any case, and n steps exhaust the space.
@@ -513,7 +512,7 @@ def _lanczos(task: Task, steps: int, *, exhaustive: bool) -> JacobianSpectrum:
     exact = exhaustive and smallest * LARGEST_SHIFTED_KAPPA >= largest
     full = problem.has_full_rank
     high = _squared_interval(math.sqrt(square), largest, n)[1]
-    return task.record(
+    return problem.record(
         largest,
         problem.last(smallest),
         smallest if full else math.nan,
