@@ -3,23 +3,15 @@ r"""Attention over channels: cross-covariance attention (XCiT) and the channel a
 Legend (theory.md, section 5.2; everything float64). Indices: c a query channel, e a key channel, i a token.
 
     X  N x D                                tokens;  Q = X Wq (N x C), K = X Wk, V = X Wv (N x E), biases included
-    qhat_c = q_c / |q_c|, khat_e            columns of unit length; or the columns themselves (DaViT)
+    qhat_c, khat_e                          columns of unit length; or the columns themselves (DaViT)
     N_c = (I - qhat_c qhat_c^T) / |q_c|     derivative of qhat_c, symmetric; the identity without normalisation
     P  C x E = softmax_rows(tau Qhat^T Khat)     output column c: V p_c
-    Z_c = V Lambda_c  (N x E)               Lambda_c = diag(p_c) - p_c p_c^T
-
-Parameter columns of the weights (w_c of Wq, and so on), X~ = [X 1] where a bias is a parameter:
-
-    J_Q: (c; w_c only) -> A_c = tau Z_c Khat^T N_c X~          N x D
-    J_K: (c; w_e)      -> tau Z_c[:, e] u_ce^T,                u_ce = X~^T N_e qhat_c
-    J_V: (c; w_e)      -> p_ce X~
+    Z_c = V Lambda_c  (N x E),  A_c = tau Z_c Khat^T N_c X~,  u_ce = X~^T N_e qhat_c,  X~ = [X 1] with a bias
 
     G_cc' = delta_cc' A_c A_c^T + tau^2 Z_c diag_e(u_ce . u_c'e) Z_c'^T + (P P^T)_cc' X~ X~^T
 
 X enters through X^T only, so any L with L L^T = X~ X~^T replaces it. Rows are ordered (i, c), as for every other head;
-the blocks above are the slices of one channel.
-
-A bias of the keys adds b_e sum_i q_i to a logit, which differs from key to key: it is not ignored by this softmax.
+the blocks above are the slices of one channel. A bias of the keys is not ignored by this softmax.
 
 Note [Channel triangle]. J_Q and J_K move outputs within the range of V only, since Z_c = V Lambda_c. With V = Q_1 R_V,
 [Q_1 Q_2] orthogonal, P = Q_P R_P, and [Q_1 Q_2]^T X~ = [[R_11, R_12], [0, R_22]] made triangular from the right, J has

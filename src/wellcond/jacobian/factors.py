@@ -1,31 +1,17 @@
 r"""The factors that the Jacobian of a softmax head is made of, and matrices and products from them, without forming J.
 
-With the legend of `wellcond.jacobian.head` (theory.md, section 3; everything float64) and
-
-    M_r = s V^T Lambda_r K  (dv x d)    B_r = s V^T Lambda_r Y  (dv x E)
-
-the Jacobian is made of rows
+With the legend of `wellcond.jacobian.head` and M_r = s V^T Lambda_r K (dv x d), B_r = s V^T Lambda_r Y (dv x E), the
+rows of J are (theory.md, sections 3.2 and 3.3)
 
     J_Q[r]: (a, c) -> x_r[a] M_r[:, c]        J_K[r]: (a, c) -> B_r[:, a] q_r[c]        J_V[r]: (a, o) -> (P Y)_r[a] e_o
 
-so it depends on the tokens of the keys only through Gram matrices: Y may be replaced by any L with L L^T = Y Y^T.
+so J depends on the tokens of the keys only through Gram matrices: Y may be replaced by any L with L L^T = Y Y^T.
 
-Outputs (theory.md, section 3.3), n x n with n = R dv, rows ordered (r, o):
+    J J^T, rows (r, o):    G_rr' = (x_r . x_r') M_r M_r'^T + (q_r . q_r') B_r B_r'^T + (PY_r . PY_r') I
+    J^T J, columns Q (a, c), K (a, c), V (a, o):    sums over r of products of two tables with R rows
 
-    G_rr' = (x_r . x_r') M_r M_r'^T + (q_r . q_r') B_r B_r'^T + (PY_r . PY_r') I
-
-Parameters, columns ordered Q: (a, c), K: (a, c), V: (a, o):
-
-    Q^T Q: sum_r x_r x_r^T (x) M_r^T M_r      K^T K: sum_r B_r^T B_r (x) q_r q_r^T      V^T V: (PY)^T PY (x) I
-    Q^T K: sum_r x_r[a] (M_r^T B_r)[c, a'] q_r[c']       Q^T V: sum_r x_r[a] PY_r[a'] M_r[o, c]
-    K^T V: sum_r q_r[c] PY_r[a'] B_r[o, a]
-
-Each sum over r is one matrix product of two tables with R rows, so the cost is R (Dd)^2, not R dv (Dd)^2.
-
-Products of several vectors at once (theory.md, section 3.2) are cheap and in float64, so that the matrix itself, which
-only steers the iterations, may be stored in float32 and destroyed by its factor. Rows of a tensor are vectors.
-
-    J^T u = (X^T {M_r^T u_r}_r,  {B_r^T u_r}_r^T Q,  (PY)^T u)          J w = M_r (X w_Q)_r + B_r w_K q_r + (PY w_V)_r
+Products of several vectors at once, the rows of a tensor, are cheap and in float64, so that the matrix itself, which
+only steers the iterations, may be stored in float32 and destroyed by its factor.
 """
 
 from __future__ import annotations

@@ -1,29 +1,21 @@
 r"""Softmax heads whose queries, keys and values pass a map of their own: QK-norm, rotary, sinks, soft-caps.
 
-Legend (theory.md, section 5.1, on top of the legend of `wellcond.jacobian.head`):
+Legend (theory.md, sections 5.1 and 5.4, on top of the legend of `wellcond.jacobian.head`):
 
-    qhat_r = f_r(q_r),  khat_j = f_j(k_j)      the mapped rows; P = softmax of h(Qhat Khat^T)
-    N_r^q = df_r/dq (d' x d),  N_j^k           the Jacobians of the maps, one per row
-    W_r = V^T Lambda_r  (dv x M)               columns p_rj (v_j - o_r)
-    M_r = s W_r Khat N_r^q  (dv x d)           t_rj = N_j^{kT} qhat_r  (d)
+    qhat_r, khat_j, N_r^q (d' x d), N_j^k      mapped rows, and the Jacobians of the maps, one per row
+    W_r = V^T Lambda_r  (dv x M)               columns p_rj (v_j - o_r), times the slopes of the logits
+    M_r = W_r Khat N_r^q  (dv x d)             t_rj = N_j^{kT} qhat_r  (d)
 
-Rows of the Jacobian:
-
-    J_Q[r]: (a, c) -> x_r[a] M_r[:, c]      J_K[r]: (a, c) -> s sum_j W_r[:, j] y_j[a] t_rj[c]
+    J_Q[r]: (a, c) -> x_r[a] M_r[:, c]      J_K[r]: (a, c) -> sum_j W_r[:, j] y_j[a] t_rj[c]
     J_V[r]: (a, o) -> (P Y)_r[a] e_o
 
-J_K[r] is not a Kronecker product with q_r, because N_j^k differs from key to key (Note [Pairs of rows]). For the same
-reason a bias of the keys, which the plain softmax ignores, has a Jacobian that is not zero: a constant column of Y.
-
-With the slopes of the logits in W_r,
-
-    G_rr' = (x_r . x_r') M_r M_r'^T + W_r (T_rr' * Y Y^T) W_r'^T + (PY_r . PY_r') I,      T_rr'[j, j'] = t_rj . t_r'j'
+A bias of the keys, which the plain softmax ignores, has a Jacobian that is not zero: a constant column of Y.
 
 # Note [Pairs of rows]
 J_K[r] is no Kronecker product with q_r, and one channel c of the keys at a time J_K J_K^T takes n^2 d E steps. A pair
-of rows (r, r') needs T_rr' of the keys that they see only, d + dv steps for each pair of keys (j, j'): s^2 (d + dv) in
-all, s being the number of (row, key) that the mask leaves. For N = 256, d = 64 and a causal mask that is 30 times less.
-Long sequences of narrow tokens take the channels.
+of rows (r, r') needs T_rr'[j, j'] = t_rj . t_r'j' of the keys that they see only, d + dv steps for each pair of keys:
+s^2 (d + dv) in all, s being the number of (row, key) that the mask leaves: 30 times less for N = 256, d = 64 and a causal
+mask. Long sequences of narrow tokens take the channels.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-r"""The Jacobian of a softmax head, outputs x parameters (theory.md, sections 3 and 5.1), plain or with mapped rows.
+r"""The Jacobian of a softmax head, outputs x parameters (theory.md, sections 3 and 5.4), plain or with mapped rows.
 
 Queries, keys and values may pass maps of their own, row by row: qhat_r = f_r(q_r), khat_j, vhat_j, with Jacobians
 N_r^q, N_j^k, N_j^v; S_rj = h_rj(qhat_r . khat_j) with slopes h'_rj. A plain head has the identity and the slope s.
-Products with J and its transpose need nothing of size n x n: for U (R x dv) and directions dWq, dWk, dWv,
+Products with J and its transpose need nothing of size n x n.
 
-    dS = h' * P * (U Vhat^T - rowsum(P * U Vhat^T))                   the pull-back of U to qhat . khat
-    J_Q^T U = X^T N^qT (dS Khat),   J_K^T U = Y^T N^kT (dS^T Qhat),   J_V^T U = Y^T N^vT (P^T U)
-    E  = h' * (N^q (X dWq) Khat^T + Qhat (N^k (Y dWk))^T)             pushed forward to the logits
-    J dW = (P * (E - rowsum(P * E))) Vhat + P N^v (Y dWv)
-
-The plain head is here, wide and in the papers' stacked convention; `wellcond.jacobian.rowwise` has the mapped one,
-`wellcond.jacobian.factors` the matrices, `wellcond.jacobian.head` ranks and null directions.
+The plain head is here, wide and in the papers' stacked convention; `wellcond.jacobian.rowwise` has the mapped one, and
+`wellcond.jacobian.factors` the matrices.
 """
 
 from __future__ import annotations

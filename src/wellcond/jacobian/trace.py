@@ -1,14 +1,9 @@
 r"""The row-wise operator of an attention, read off the autograd graph of its own float64 copy (theory.md, section 5.4).
 
-    q_r, k_j, v_j        what the projections put out; here the graph is cut
-    qhat_r = f_r(q_r)    left operand of the product of scores: norms, rotations, factors, clamps, in any order
-    khat_j = f_j(k_j)    right operand; vhat_j = f_j(v_j) that of the product with the probabilities
-    S_rj = h_rj(qhat_r . khat_j), and q_r . r_rj where positions r_rj multiply the queries
-    P = softmax of the rows of S,  o_r = sum_j P_rj vhat_j,  what W_O reads: g_r(o_r)
-
-Values, the Jacobians of f_r, f_j, g_r and the slopes h'_rj are taken from the graph, so that cos, sin, scales, caps and
-masks are those that the model used. Which token made which row is found by pulling back numbered rows: a row of a
-projection that feeds row i of an operand, and no other, receives i times what it receives from unnumbered rows.
+The graph is cut behind the projections of Q, K and V. Values, the Jacobians of what is done to their rows (norms,
+rotations, factors, clamps) and the slopes of the logits are taken from it, so that cos, sin, scales, caps and masks are
+those that the model used. Which token made which row is found by pulling back numbered rows: a row of a projection that
+feeds row i of an operand, and no other, receives i times what it receives from unnumbered rows.
 
 Nothing here is believed by itself: the operator is compared with the module's own products by `select_operator`.
 """
