@@ -37,6 +37,15 @@ def test_nothing_is_handed_out_or_repeated_after_a_stop(tmp_path):
     assert not dispatch.waiting and dispatch.outcome.interrupted and not dispatch.outcome.failures
 
 
+def test_a_run_that_fails_because_it_was_stopped_leaves_an_interrupted_comparison(tmp_path):
+    dispatch = Dispatch([small_job(tmp_path)], lambda *told: None)
+    running = dispatch.waiting.popleft()
+    dispatch.stop()
+    assert not dispatch.outcome.interrupted  # it may still finish
+    dispatch.handle(running, ("error", "its worker was lost"))
+    assert dispatch.outcome.interrupted and dispatch.outcome.failures
+
+
 def test_complete_runs_need_no_worker_and_wrong_ones_are_told_at_once(tmp_path):
     done, other = small_job(tmp_path / "a"), small_job(tmp_path / "a", "polar")
     run_job(done)

@@ -199,9 +199,9 @@ class RayPool(Pool):
             handle(job, message)
 
     def stop(self) -> None:
-        """Cancel all runs; those that have begun save and end, see `run_task`."""
+        """Cancel all runs; those that have begun save and end, see `run_task`. What they send home still arrives."""
         for result in self._running:
-            self._ray.cancel(result)
+            self._ray.cancel(result, recursive=False)
 
 
 def _reason(error: Exception) -> str:

@@ -188,7 +188,7 @@ class Dispatch:
                 self.handle(job, ("record", record))
 
     def stop(self) -> None:
-        """Empty the queue; it was not empty, or what runs will say that it was interrupted."""
+        """Empty the queue; it was not empty, or what becomes of the runs will show that it was interrupted."""
         self.stopping = True
         self.outcome.interrupted |= bool(self.waiting)
         self.waiting.clear()
@@ -201,8 +201,9 @@ class Dispatch:
         elif kind == "record":
             self.outcome.records.append(content)
             self.outcome.interrupted |= content["status"] == "interrupted"
-        elif kind == "error":
+        elif kind == "error":  # of a run that was asked to stop it is an end before its time, whatever it says
             self.outcome.failures.append((job, content))
+            self.outcome.interrupted |= self.stopping
             self._observer(job, {"event": "failed", "problem": content})
         elif kind == "lost":
             self._lose(job, content)
