@@ -16,8 +16,8 @@ import timm
 import torch
 from sklearn.datasets import load_digits
 
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import load_recipe
 from wellcond.lab.train.run import Job, run_job
 
 BATCH = 64

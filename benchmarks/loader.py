@@ -27,9 +27,8 @@ from PIL import Image
 from wellcond.lab.data import Data, TensorDataset
 from wellcond.lab.data.base import load_data
 from wellcond.lab.data.images import ImageFolderConfig
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import Recipe
+from wellcond.lab.recipe import Recipe, load_recipe
 from wellcond.lab.tasks.base import AbstractTask, AugmentationSettings, Batch, TaskContext
 from wellcond.lab.tasks.image_classification import ImageClassification, fix_posterize_
 from wellcond.lab.train.batches import UpdatePlan, fetch_batches

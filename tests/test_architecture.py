@@ -71,10 +71,9 @@ LAB = [
     {"data"},  # with tokenizers, which are trained on data
     {"user_code", "models"},
     {"methods", "tasks"},
-    {"recipe"},
-    {"load_recipe", "recipes"},
+    {"recipe", "recipes"},
     {"train"},
-    {"plan", "pool", "parts"},
+    {"plan", "pool"},
     {"cluster", "report"},
     {"tune"},
     {"comparison"},
@@ -308,14 +307,14 @@ def test_a_comparison_walks_to_its_page_through_few_files(tmp_path):
 
     compare(tmp_path / "first")  # what is imported or computed once
     files = walked_in_laboratory(lambda: compare(tmp_path / "second"))
-    assert len(files) <= 44, files
+    assert len(files) <= 39, files
 
 
 def test_a_story_walks_to_its_loss_through_few_files(tmp_path, monkeypatch):
     """From a file of stories through tokens and a batch to the loss of a model."""
     pytest.importorskip("transformers")
-    from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import MethodSettings
+    from wellcond.lab.recipe import load_recipe
     from wellcond.lab.train import prepare
 
     monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "cache"))

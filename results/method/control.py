@@ -35,9 +35,9 @@ import torch
 from torch import Tensor, nn
 
 import wellcond as wc
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.optimizers import set_point
+from wellcond.lab.recipe import load_recipe
 from wellcond.lab.report.statistics import compare_paired
 from wellcond.lab.settings import Interval
 from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Samples, evaluating

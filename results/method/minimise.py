@@ -15,8 +15,8 @@ import torch
 from scipy.optimize import minimize
 
 import wellcond as wc
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import load_recipe
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 
 SEEDS = (1000, 1001)

@@ -16,15 +16,13 @@ from safetensors.torch import save_file
 import wellcond as wc
 from lab.report.fake_runs import usual_methods, write_comparison
 from lab.small import SETTINGS
-from wellcond.cli import runs
 from wellcond.cli.main import load_app, main
 from wellcond.lab import comparison, pool
-from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.models.build import build_model
 from wellcond.lab.pool import Outcome
-from wellcond.lab.recipe import Recipe
+from wellcond.lab.recipe import Recipe, load_recipe
 from wellcond.lab.report.pack import pack
-from wellcond.lab.settings import Settings, list_problems
+from wellcond.lab.settings import Settings, list_problems, shipped_recipes
 from wellcond.training.series import Series
 
 MODEL = "timm:test_vit"
@@ -97,7 +95,7 @@ def check(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     # The demo has no option that makes it short; all else runs.
     trains = pool.run_jobs
-    for module in (runs, comparison):
+    for module in (pool, comparison):
         monkeypatch.setattr(module, "run_jobs", lambda jobs, **o: Outcome() if len(jobs) > 2 else trains(jobs, **o))
 
     def call(*arguments):

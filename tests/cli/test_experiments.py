@@ -14,7 +14,7 @@ from wellcond.cli.main import main
 from wellcond.errors import WellcondError
 from wellcond.init.apply import METHODS
 from wellcond.lab.comparison import Todo
-from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.recipe import load_recipe
 from wellcond.lab.report.page import build_report
 
 pytestmark = pytest.mark.processes

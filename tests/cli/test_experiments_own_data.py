@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wellcond.lab.parts import join_parts
+from wellcond.lab.plan import join_parts
 
 SHORT = ["--methods", "default,gaussian", "--seeds", "1", "--jobs", "1", "--no-report", "--set",
          "training.length={steps: 2}", "--set", "tracking.jacobian_points=0"]  # fmt: skip

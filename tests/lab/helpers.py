@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from wellcond.lab.data import Data, TensorDataset
-from wellcond.lab.load_recipe import load_recipe
-from wellcond.lab.recipe import Recipe
+from wellcond.lab.recipe import Recipe, load_recipe
 
 RECIPE = {
     "name": "small",

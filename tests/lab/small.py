@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from patience import PATIENCE
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.train.checkpoint import read_tensors
+from wellcond.lab.recipe import load_recipe
 from wellcond.lab.train.run import Job, run_job
+from wellcond.lab.train.run_folder import read_tensors
 
 SETTINGS = (
     "tuned=null",

@@ -8,12 +8,12 @@ from lab.report.fake_runs import FakeMethod, write_comparison
 from lab.small import SETTINGS
 from wellcond import lab
 from wellcond.errors import OptionError, RecipeError
-from wellcond.lab.comparison import Result, Watch
+from wellcond.lab.comparison import LineWatch, Result
 from wellcond.lab.pool import Outcome
 from wellcond.lab.records import COMPLETE
 
 SHORT = [*SETTINGS, "training.length={steps: 6}", "tracking={weights_every: null, jacobian_points: 0}"]
-QUIET = Watch(quiet=True)
+QUIET = LineWatch(quiet=True)
 
 
 def small_vit(num_classes, in_chans, img_size):

@@ -3,9 +3,9 @@ import copy
 import pytest
 
 from lab.helpers import RECIPE, make_recipe
-from wellcond.lab.load_recipe import SCALES, shipped_recipes
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import NEUTRAL, Recipe, config_hash
+from wellcond.lab.settings import SCALES, shipped_recipes
 from wellcond.lab.train.evaluate import jacobian_steps
 
 METHOD = MethodSettings.model_validate("identity(lam=10)")

@@ -4,9 +4,10 @@ import pytest
 
 from lab.helpers import make_recipe, parse_recipe
 from wellcond.errors import FairnessWarning, RecipeError
-from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.plan import plan_comparison, settle_methods
+from wellcond.lab.recipe import load_recipe
+from wellcond.lab.settings import shipped_recipes
 
 FOUND = {
     "record": "results/evidence/digits",

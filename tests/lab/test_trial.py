@@ -9,7 +9,7 @@ from lab.report.fake_runs import FakeMethod, write_comparison
 from lab.small import small_job
 from wellcond import lab
 from wellcond.lab import trial
-from wellcond.lab.comparison import Result, Watch
+from wellcond.lab.comparison import LineWatch, Result
 from wellcond.lab.pool import Outcome
 
 
@@ -80,7 +80,7 @@ def test_a_model_is_tried_and_the_same_call_resumes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     from lab.test_comparison import small_vit
 
-    given = {"methods": "default,gaussian", "minutes": 0.1, "watch": Watch(quiet=True), "cpu": True, "at_once": 1}
+    given = {"methods": "default,gaussian", "minutes": 0.1, "watch": LineWatch(quiet=True), "cpu": True, "at_once": 1}
     found = lab.try_(small_vit, "pets", **given)
     assert set(found.verdicts) == {"default", "gaussian"} or set(found.verdicts) == {"gaussian"}
     [folder] = (tmp_path / "runs").iterdir()

@@ -17,9 +17,8 @@ from lab.helpers import parse_recipe
 from wellcond.cli.main import load_app
 from wellcond.conditioning.methods import METHODS as CONDITIONS
 from wellcond.init.apply import METHODS as INITIALISATIONS
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import Recipe
+from wellcond.lab.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -15,9 +15,9 @@ import wellcond as wc
 from lab.tasks.detection.coco_sets import ROOT as DATA
 from repository.test_documents import ROOT, blocks_of, commands_in, with_blocks
 from wellcond.cli.main import load_app
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import split_methods
 from wellcond.lab.models.build import build_model
+from wellcond.lab.recipe import load_recipe
 
 SHORT = ("training.length={steps: 2}", "evaluation.every={steps: 2}", "tracking={jacobian_points: 0}",
          "schedule={name: constant}")  # fmt: skip

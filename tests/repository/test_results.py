@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from wellcond.lab.load_recipe import load_recipe, shipped_recipes
-from wellcond.lab.recipe import Recipe, config_hash
+from wellcond.lab.recipe import Recipe, config_hash, load_recipe
 from wellcond.lab.records import leaves_of, load_comparisons
 from wellcond.lab.report.tuning import find_tuning
+from wellcond.lab.settings import shipped_recipes
 
 RESULTS = Path(__file__).parents[2] / "results"
 MOST_FILES, MOST_BYTES = 150, 6_000_000

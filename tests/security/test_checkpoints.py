@@ -15,8 +15,8 @@ from lab.small import small_job, stop_after
 from wellcond.conditioning.checkpoint import read_state_dict
 from wellcond.errors import ModelSpecError, RunError, WeightError
 from wellcond.lab.models.build import build_model
-from wellcond.lab.train.checkpoint import read_checkpoint, read_tensors, save_checkpoint
 from wellcond.lab.train.run import run_job
+from wellcond.lab.train.run_folder import read_checkpoint, read_tensors, save_checkpoint
 
 SUFFIXES = (".pt", ".pth", ".pth.tar", ".bin", ".ckpt", ".safetensors")
 VIT = "timm:vit_tiny_patch16_224"

@@ -158,7 +158,7 @@ def test_the_index_of_a_checkpoint_names_no_file_outside(shard, tmp_path):
 
 
 def test_deleting_old_checkpoints_does_not_follow_links(tmp_path):
-    from wellcond.lab.train.checkpoint import save_checkpoint
+    from wellcond.lab.train.run_folder import save_checkpoint
 
     precious = tmp_path / "precious"
     precious.mkdir()

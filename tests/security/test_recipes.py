@@ -8,8 +8,8 @@ import yaml
 from lab.helpers import parse_recipe
 from lab.small import SETTINGS
 from wellcond.errors import ModelSpecError, RecipeError, WellcondError
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.models.build import build_model
+from wellcond.lab.recipe import load_recipe
 from wellcond.lab.tokenizers import import_tokenizers, read_tokenizer, tokenizer_of
 
 RECIPE = """
@@ -205,7 +205,7 @@ def test_code_beside_a_tokeniser_is_not_run(canary, tmp_path):
 
 
 def test_shipped_recipes_need_no_trust():
-    from wellcond.lab.load_recipe import shipped_recipes
+    from wellcond.lab.settings import shipped_recipes
 
     for scale, name in (shipped.split("/") for shipped in shipped_recipes()):
         recipe, base = load_recipe(name, scale=scale)

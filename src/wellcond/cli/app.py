@@ -116,11 +116,6 @@ def _root(
         os.environ[DEBUG_VARIABLE] = "1"
 
 
-def is_rank_zero() -> bool:
-    """Whether this process may print; `torchrun` and `accelerate launch` start several."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def need_train_extra() -> None:
     """Say what to install before anything is imported that needs it; importing accelerate would load torch."""
     for package, name in (("accelerate", "accelerate"), ("pydantic", "pydantic"), ("yaml", "pyyaml")):
@@ -215,7 +210,7 @@ def check_parts(
     if recipe is None and data is None:
         raise OptionError("expected --recipe with a name of `wellcond recipes` or a file, or --data of your own")
     if recipe is not None:
-        from wellcond.lab.load_recipe import check_text
+        from wellcond.lab.settings import check_text
 
         check_text(recipe, scale, changes or ())
     if data is not None and not Path(data).expanduser().exists() and ".py:" not in data and not HUB_ID.fullmatch(data):

@@ -12,7 +12,15 @@ from typer import Argument, Option
 
 from wellcond.arguments import check_choice
 from wellcond.cli import app as cli
-from wellcond.cli.console import echo_json, print_tables
+from wellcond.cli.console import (
+    ConsoleWatch,
+    echo_json,
+    is_rank_zero,
+    make_console,
+    print_tables,
+    run_watched,
+    tell_end,
+)
 from wellcond.errors import WellcondError
 from wellcond.files import to_json
 from wellcond.lab.report.table import Cell, Table
@@ -82,11 +90,10 @@ def compare(
     if engine == "ray" and gpus_per_run is not None and gpus_per_run > 1:
         raise cli.OptionError("--gpus-per-run: with --engine ray a run is one process, so at most 1")
     cli.check_parts(recipe, scale, set, model, data)
-    from wellcond import lab
-    from wellcond.cli.runs import ConsoleWatch
+    from wellcond.lab import comparison
     from wellcond.lab.cluster import RaySettings
 
-    result = lab.compare(
+    result = comparison.compare(
         recipe,
         model=model,
         data=data,
@@ -113,13 +120,12 @@ def compare(
 def _finish(result: Result, *, as_json: bool, quiet: bool, report: bool) -> int:
     """Print how a comparison ended, and its report if anything was trained; returns the exit code."""
     from wellcond.cli.report import print_report
-    from wellcond.cli.runs import tell_end
 
     more: dict[str, Any] = {"rates": result.rates} if result.rates else {}
     more |= {"tuning": result.tuning} if result.tuning else {}
     code = tell_end(result.outcome, as_json=as_json, **more)
     tested = result.tested and any(record["final"] for record in result.outcome.records)
-    if report and tested and cli.is_rank_zero():
+    if report and tested and is_rank_zero():
         print_report(result.folder, quiet=quiet or as_json)
     return code
 
@@ -154,11 +160,9 @@ def try_(
     cli.need_train_extra()
     at_once = cli.read_jobs(jobs)
     cli.check_parts(None, None, None, model, data)
-    from wellcond import lab
-    from wellcond.cli.console import make_console
-    from wellcond.cli.runs import ConsoleWatch, tell_end
+    from wellcond.lab import trial
 
-    answer = lab.try_(
+    answer = trial.try_(
         model,
         data,
         methods=methods,
@@ -174,7 +178,7 @@ def try_(
     )
     found = {"answer": list(answer.lines), "verdicts": dict(answer.verdicts), "seeds_needed": dict(answer.seeds_needed)}
     code = tell_end(answer.result.outcome, as_json=json, **found)
-    if not json and cli.is_rank_zero():
+    if not json and is_rank_zero():
         for line in answer.lines:
             make_console().print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(code)
@@ -185,12 +189,11 @@ def demo(folder: cli.Folder = None, seeds: cli.Seeds = None, jobs: cli.Jobs = "a
     """Compare initialisations of a small ViT on scikit-learn's digits, each at its tuned learning rate; minutes."""
     cli.need_train_extra()
     numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
-    from wellcond import lab
-    from wellcond.cli.runs import ConsoleWatch
+    from wellcond.lab import comparison
 
     place = folder or Path("runs/demo")
     watch = ConsoleWatch(quiet=quiet)
-    result = lab.compare("digits", seeds=numbers or 3, folder=place, at_once=at_once, watch=watch)
+    result = comparison.compare("digits", seeds=numbers or 3, folder=place, at_once=at_once, watch=watch)
     raise typer.Exit(_finish(result, as_json=False, quiet=quiet, report=True))
 
 
@@ -219,14 +222,12 @@ def train(
     """Train one model with one method and one seed; the same command resumes an interrupted run."""
     cli.need_train_extra()
     cli.check_parts(recipe, scale, set, model, data)
-    from wellcond.cli import runs
     from wellcond.lab.comparison import training_in
     from wellcond.lab.methods import parse_methods
-    from wellcond.lab.parts import choose_folder, join_parts
-    from wellcond.lab.plan import describe_rate
+    from wellcond.lab.plan import choose_folder, describe_rate, join_parts
     from wellcond.lab.train.run import Job
 
-    watch = runs.ConsoleWatch(quiet=quiet or json, stderr=True)
+    watch = ConsoleWatch(quiet=quiet or json, stderr=True)
     columns = cli.column_options(input, label)
     parts = join_parts(recipe, scale, set or (), model, data, columns, import_ or (), watch.say)
     loaded = parts.recipe
@@ -240,10 +241,10 @@ def train(
     job = Job(loaded, chosen, seed, place, base=parts.base, cpu=cpu, local_code=trusted, user_code=parts.code)
     watch.say(f"{chosen.label}: {describe_rate(loaded, asked[0])}")
     with training_in(place):
-        outcome = runs.run_watched([job], 1, quiet=quiet or json, ranks=cli.read_ranks(gpus_per_run))
+        outcome = run_watched([job], 1, quiet=quiet or json, ranks=cli.read_ranks(gpus_per_run))
     if outcome.failures and not json:
         raise WellcondError(outcome.failures[0][1])
-    code = runs.tell_end(outcome, as_json=json)
+    code = tell_end(outcome, as_json=json)
     # A comparison that continues with other runs has the exit code 1, whatever error a run ends with.
     raise typer.Exit(2 if outcome.failures else code)
 
@@ -273,25 +274,25 @@ def glue(
     for name in chosen:
         check_choice("GLUE task", name, list(TITLES))
     at_once = cli.read_jobs(jobs)
-    from wellcond.cli import runs
     from wellcond.lab.comparison import training_in
     from wellcond.lab.train.glue import plan_glue
 
     plan = plan_glue(run, tasks=chosen, limit=limit, cpu=cpu)
     with training_in(run):
-        outcome = runs.run_watched(plan, at_once, quiet=quiet)
-    if cli.is_rank_zero() and outcome.records:
+        outcome = run_watched(plan, at_once, quiet=quiet)
+    if is_rank_zero() and outcome.records:
         page = rebuild_glue(run)
         if not quiet:
             print_tables([scores_table(load_glue(run))], f"tables: {page}")
-    raise typer.Exit(runs.tell_end(outcome))
+    raise typer.Exit(tell_end(outcome))
 
 
 @cli.app.command("recipes", rich_help_panel=cli.EXPERIMENTS)
 def recipes(json: cli.Json = False) -> None:
     """List the recipes that ship with wellcond."""
     cli.need_train_extra()
-    from wellcond.lab.load_recipe import load_recipe, shipped_recipes
+    from wellcond.lab.recipe import load_recipe
+    from wellcond.lab.settings import shipped_recipes
 
     listed = [load_recipe(name, scale=scale)[0] for scale, name in (found.split("/") for found in shipped_recipes())]
     if json:

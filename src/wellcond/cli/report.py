@@ -12,7 +12,18 @@ from typer import Argument, Option
 
 from wellcond.arguments import check_choice
 from wellcond.cli import app as cli
-from wellcond.cli.console import echo, echo_json, make_console, print_table, print_tables
+from wellcond.cli.console import (
+    ConsoleWatch,
+    echo,
+    echo_json,
+    exit_code,
+    is_rank_zero,
+    make_console,
+    print_table,
+    print_tables,
+    run_watched,
+    tell_end,
+)
 from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
 
@@ -126,7 +137,6 @@ def reproduce(
     numbers, at_once, ranks = cli.read_seeds(seeds), cli.read_jobs(jobs), cli.read_ranks(gpus_per_run)
     import torch
 
-    from wellcond.cli.runs import exit_code
     from wellcond.errors import RunRecordError
     from wellcond.lab.comparison import training_in
     from wellcond.lab.methods import parse_methods
@@ -168,7 +178,7 @@ def reproduce(
         for study in plan.studies:
             if study.missing and not any(outcome.interrupted for outcome in outcomes):
                 outcomes += _run_study(study, at_once, ranks, cpu=cpu, silent=quiet or json)
-    if cli.is_rank_zero():
+    if is_rank_zero():
         tables = write_outcome(known, plan.entry, scale, Collection(home), home / known)
         _show(tables, as_json=json, quiet=quiet, end=f"written: {home / known / f'{known}.md'}")
     raise typer.Exit(max(map(exit_code, outcomes), default=0))
@@ -176,12 +186,11 @@ def reproduce(
 
 def _run_study(study: PlannedStudy, at_once: int | None, ranks: int, *, cpu: bool, silent: bool) -> list[Outcome]:
     """Run what is missing of a study, then of its fine-tuning."""
-    from wellcond.cli.runs import ConsoleWatch, run_watched, tell_end
     from wellcond.lab.plan import write_comparison
     from wellcond.lab.report.glue import rebuild_glue
     from wellcond.lab.train.glue import plan_glue
 
-    if cli.is_rank_zero():
+    if is_rank_zero():
         write_comparison(study.folder, study.recipe, study.methods, study.seeds, study.rates.note)
     watch = ConsoleWatch(quiet=silent)
     watch.say(f"{study.name}: {study.missing} of {study.runs} runs to do", study.rates.note)
@@ -189,7 +198,7 @@ def _run_study(study: PlannedStudy, at_once: int | None, ranks: int, *, cpu: boo
     if study.glue_folders and not outcomes[0].interrupted:
         plan = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu)
         outcomes.append(run_watched(plan, at_once, quiet=silent))
-        if cli.is_rank_zero() and outcomes[1].records:
+        if is_rank_zero() and outcomes[1].records:
             rebuild_glue(study.folder)
     for outcome in outcomes if not silent else ():
         tell_end(outcome)

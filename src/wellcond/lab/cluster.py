@@ -23,11 +23,10 @@ from wellcond.errors import RunError, WellcondError, needs_extra
 from wellcond.files import temporary_beside
 from wellcond.lab.data.disk import NAMED
 from wellcond.lab.pool import Message, Pool, do_job
-from wellcond.lab.train.checkpoint import OURS
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.run import Job
-from wellcond.lab.train.run_folder import RunFolder, check_links, writing
+from wellcond.lab.train.run_folder import OURS, RunFolder, check_links, writing
 
 FORWARDED = (
     "HF_HUB_OFFLINE",

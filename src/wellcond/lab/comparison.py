@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,8 +20,7 @@ from wellcond.errors import FolderInUse, OptionError, RunRecordError, WellcondEr
 from wellcond.files import write_atomically
 from wellcond.lab import tune as tuning
 from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
-from wellcond.lab.parts import OwnParts, choose_folder, join_parts
-from wellcond.lab.plan import plan_comparison, settle_methods, write_comparison
+from wellcond.lab.plan import OwnParts, choose_folder, join_parts, plan_comparison, settle_methods, write_comparison
 from wellcond.lab.pool import JobObserver, Outcome, Pool, run_jobs
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.records import load_comparisons
@@ -40,8 +39,18 @@ if TYPE_CHECKING:
 FIRST_TUNING_SEED = 1000
 
 
-class Watch:
-    """What is shown while a comparison runs: here, lines on standard error."""
+class Watch(Protocol):
+    """What is shown while a comparison runs."""
+
+    def say(self, *lines: str) -> None:
+        """Show lines for people."""
+
+    def observing(self, jobs: Sequence[Job]) -> contextlib.AbstractContextManager[JobObserver]:
+        """Show how jobs go on, by the observer that this gives."""
+
+
+class LineWatch:
+    """Lines on standard error, one at the end of each run."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet or os.environ.get("RANK", "0") != "0"
@@ -53,7 +62,7 @@ class Watch:
 
     @contextlib.contextmanager
     def observing(self, jobs: Sequence[Job]) -> Iterator[JobObserver]:
-        """Show how jobs go on, by the observer that this gives; here a line at the end of each."""
+        """Lines for what ends."""
         ended = 0
 
         def observe(job: Job, event: dict[str, Any]) -> None:
@@ -228,7 +237,7 @@ def compare(
         >>> result.table()  # doctest: +SKIP
     """
     _refuse_reimport()
-    watch = watch or Watch()
+    watch = watch or LineWatch()
     parts = join_parts(recipe, scale, settings, model, data, dict(data_options or {}), files, watch.say)
     chosen = parts.recipe
     asked, code = read_methods(chosen if methods is None else methods, parts)

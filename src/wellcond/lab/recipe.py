@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +17,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
+    ValidationError,
     create_model,
     field_validator,
     model_validator,
@@ -28,7 +30,16 @@ from wellcond.lab.data.base import SourceConfig, resolve_config
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.models.changes import ProxySettings
 from wellcond.lab.optimizers import Constant, OptimizerSettings, ScheduleSettings
-from wellcond.lab.settings import Interval, Scale, Settings, choose_by_name, list_problems, set_path
+from wellcond.lab.settings import (
+    Interval,
+    Scale,
+    Settings,
+    change_fields,
+    choose_by_name,
+    list_problems,
+    read_fields,
+    set_path,
+)
 from wellcond.lab.tasks.base import TASKS, AugmentationSettings, ModelSettings
 
 
@@ -340,3 +351,27 @@ def override_recipe(recipe: Recipe, method: MethodSettings) -> Recipe:
     except ValueError as error:
         raise RecipeError(f"{method.label}: set: {'; '.join(list_problems(error))}") from error
     return recipe.model_copy(update={part: getattr(changed, part) for part in fields})
+
+
+def load_recipe(
+    name_or_path: str,
+    *,
+    scale: str | None = None,
+    overrides: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+) -> tuple[Recipe, Path | None]:
+    """A recipe, shipped or in a YAML file, and the folder its relative paths start from (None for one that ships).
+
+    `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML; before them,
+    parts of it are replaced by `changes`. What is wrong can often be seen before torch is imported.
+    """
+    fields, base, where = read_fields(name_or_path, scale)
+    return recipe_from(fields, overrides, changes or {}, where), base
+
+
+def recipe_from(fields: dict[str, Any], overrides: Sequence[str], changes: Mapping[str, Any], where: str) -> Recipe:
+    """A recipe from its fields, with parts replaced by `changes`, then with `overrides`; `where` is for messages."""
+    try:
+        return Recipe.model_validate(change_fields(fields, overrides, changes))
+    except ValidationError as error:
+        raise RecipeError("\n  ".join([f"{where} is not a valid recipe:", *list_problems(error)])) from error

@@ -14,10 +14,9 @@ import torch
 
 from wellcond.errors import OptionError
 from wellcond.files import to_json, write_atomically
-from wellcond.lab.comparison import Result, Todo, Watch, is_rank_zero, read_methods
+from wellcond.lab.comparison import LineWatch, Result, Todo, Watch, is_rank_zero, read_methods
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.parts import OwnParts, choose_folder, join_parts
-from wellcond.lab.plan import RATE
+from wellcond.lab.plan import RATE, OwnParts, choose_folder, join_parts
 from wellcond.lab.pool import choose_workers
 from wellcond.lab.records import read_record, seal
 from wellcond.lab.report.statistics import FEWEST_SEEDS, smallest_detectable
@@ -105,7 +104,7 @@ def try_(
     """
     if not 0 < minutes <= 100_000:
         raise OptionError(f"minutes: expected a positive number, found {minutes}", found=minutes)
-    watch = watch or Watch()
+    watch = watch or LineWatch()
     parts = join_parts(None, None, settings, model, data, dict(data_options or {}), files, watch.say)
     chosen, code = read_methods(methods, parts)
     if len(chosen) < 2:

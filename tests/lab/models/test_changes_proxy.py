@@ -10,10 +10,11 @@ import transformers
 from lab.helpers import make_recipe
 from lab.small import small_job
 from wellcond.errors import RecipeError
-from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model
 from wellcond.lab.models.changes import scale_true_
+from wellcond.lab.recipe import load_recipe
+from wellcond.lab.settings import shipped_recipes
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 
 

@@ -12,12 +12,12 @@ from lab.tasks.detection.coco_sets import write_set
 from lab.tasks.detection.small_detector import HEADS, SWIN, XCIT, detector, recipe
 from wellcond.conditioning.checkpoint import read_state_dict
 from wellcond.errors import WeightError
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model
-from wellcond.lab.train.checkpoint import last_checkpoint
+from wellcond.lab.recipe import load_recipe
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import Job, run_job
+from wellcond.lab.train.run_folder import last_checkpoint
 from wellcond.lab.train.trained import load_encoder
 
 DEFAULT, BALANCED = (MethodSettings.model_validate(text) for text in ("default", "conditioned+balanced"))

@@ -6,7 +6,8 @@ The diff of resolved.json is then what to review.
 import json
 from pathlib import Path
 
-from wellcond.lab.load_recipe import load_recipe, shipped_recipes
+from wellcond.lab.recipe import load_recipe
+from wellcond.lab.settings import shipped_recipes
 
 SNAPSHOT = Path(__file__).with_name("resolved.json")
 TEXTS = {"title", "description"}

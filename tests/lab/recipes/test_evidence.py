@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import differences, with_effect
+from wellcond.lab.recipe import differences, load_recipe, with_effect
 from wellcond.lab.records import load_comparisons
+from wellcond.lab.settings import shipped_recipes
 
 ROOT = Path(__file__).parents[3]
 TUNED = [

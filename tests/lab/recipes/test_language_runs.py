@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lab.data.helpers import write_parquet
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import load_recipe
 from wellcond.lab.train.run import Job, run_job
 
 for library in ("transformers", "tokenizers", "datasets"):

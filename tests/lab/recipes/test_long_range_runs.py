@@ -7,8 +7,8 @@ import random
 import pytest
 
 from lab.data.helpers import write_features
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import load_recipe
 from wellcond.lab.train.run import Job, run_job
 
 pytest.importorskip("transformers")

@@ -15,7 +15,8 @@ from PIL import Image
 from lab.recipes.test_paper_recipes import documents, fewer_layers, vocabulary
 from lab.small import assert_same_run, command, record
 from patience import PATIENCE, wait_until
-from wellcond.lab.load_recipe import load_recipe, shipped_recipes
+from wellcond.lab.recipe import load_recipe
+from wellcond.lab.settings import shipped_recipes
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

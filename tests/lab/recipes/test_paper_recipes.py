@@ -12,8 +12,9 @@ from PIL import Image
 from lab.helpers import ListSplit
 from lab.tasks.detection.coco_sets import rectangle, write_part
 from wellcond.lab.data import Data, hold_data
-from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import load_recipe
+from wellcond.lab.settings import shipped_recipes
 from wellcond.lab.tokenizers import TrainedTokenizer, make_tokenizer
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 

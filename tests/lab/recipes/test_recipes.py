@@ -5,7 +5,8 @@ import json
 import pytest
 
 from lab.recipes.renew import SNAPSHOT, resolved
-from wellcond.lab.load_recipe import load_recipe, shipped_recipes
+from wellcond.lab.recipe import load_recipe
+from wellcond.lab.settings import shipped_recipes
 
 SNAPSHOTS = json.loads(SNAPSHOT.read_text())
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from wellcond import find_attention
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.models.build import build_model
+from wellcond.lab.recipe import load_recipe
 
 SIZES = {
     # (scale, name): (parameters in millions, attentions)

@@ -20,7 +20,7 @@ from lab.report.fake_runs import (
 from lab.small import SETTINGS
 from wellcond import lab
 from wellcond.errors import RunError, RunRecordError
-from wellcond.lab.comparison import Watch
+from wellcond.lab.comparison import LineWatch
 from wellcond.lab.records import RUN, Run, load_comparisons, log_mark, merge, read_record, seal
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
@@ -223,7 +223,7 @@ def compare(folder, *settings):
     tune = {"optimizer.lr": [1e-3, 3e-3]}
     return lab.compare(
         "digits", methods="default,gaussian", seeds=2, tune=tune, tuning_seeds=1, tune_growth=1, folder=folder,
-        settings=[*SETTINGS[:3], *short, unmeasured, *settings], cpu=True, at_once=1, watch=Watch(quiet=True),
+        settings=[*SETTINGS[:3], *short, unmeasured, *settings], cpu=True, at_once=1, watch=LineWatch(quiet=True),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from lab.small import SETTINGS
 from wellcond.errors import DataError, OptionError
 from wellcond.lab.data.base import load_data
-from wellcond.lab.load_recipe import load_recipe, shipped_recipes
+from wellcond.lab.recipe import load_recipe
 from wellcond.lab.reproduce.catalogue import find_entry
 from wellcond.lab.reproduce.launch import (
     check_data,
@@ -25,6 +25,7 @@ from wellcond.lab.reproduce.launch import (
     read_probes,
 )
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
+from wellcond.lab.settings import shipped_recipes
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from wellcond.errors import RunError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.tasks.language_modelling import LanguageModelling
 from wellcond.lab.tokenizers import ByteTokenizer
-from wellcond.lab.train.checkpoint import last_checkpoint, read_tensors
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import Job, run_job
+from wellcond.lab.train.run_folder import last_checkpoint, read_tensors
 
 pytest.importorskip("tokenizers")
 WORDS = "the cat sat on a mat and saw that no dog was near so it ran home to tell her of this good bad day".split()

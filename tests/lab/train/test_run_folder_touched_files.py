@@ -13,8 +13,8 @@ from wellcond.lab.plan import read_comparison, write_comparison
 from wellcond.lab.records import load_comparisons, read_json
 from wellcond.lab.report.page import build_report
 from wellcond.lab.train import evaluate
-from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.run import run_job
+from wellcond.lab.train.run_folder import read_finished_run
 
 LOGS = ("steps.jsonl", "evaluations.jsonl", "conditioning.jsonl")
 TENSORS = ("model.safetensors", "optimizer.safetensors", "best.safetensors", "average.safetensors")

@@ -20,13 +20,12 @@ from wellcond.errors import DataError, OptionError, WellcondError
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.data.base import load_data
 from wellcond.lab.data.disk import find_in_mirror, name_place, short_name
-from wellcond.lab.load_recipe import shipped_recipes
 from wellcond.lab.models.build import build_model
 from wellcond.lab.pool import run_jobs
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.report.table import Cell, Table
 from wellcond.lab.reproduce.plan import Plan, PlannedStudy
-from wellcond.lab.settings import Interval
+from wellcond.lab.settings import Interval, shipped_recipes
 from wellcond.lab.train.prepare import blocks_of, recompute_
 
 GPU_BYTES = 80e9

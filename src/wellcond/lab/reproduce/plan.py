@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wellcond.errors import RecipeError, RunError
-from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.plan import Settled, check_settings, plan_comparison, settle_methods
-from wellcond.lab.recipe import Recipe
+from wellcond.lab.recipe import Recipe, load_recipe
 from wellcond.lab.records import COMPLETE
 from wellcond.lab.report.table import Cell, Table
 from wellcond.lab.reproduce.catalogue import AtScale, Entry, catalogue

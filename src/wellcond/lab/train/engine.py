@@ -20,7 +20,7 @@ from wellcond.lab.optimizers import set_point
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive, seed_device
 from wellcond.lab.tasks.base import AbstractTask, Batch
-from wellcond.lab.train import checkpoint, evaluate
+from wellcond.lab.train import evaluate, run_folder
 from wellcond.lab.train.batches import UpdatePlan, fetch_batches
 from wellcond.lab.train.evaluate import ConditioningLog, WeightAverage, layer_numbers
 from wellcond.lab.train.length import (
@@ -130,19 +130,19 @@ class Engine:
 
     def resume(self) -> int:
         """Resume from the last checkpoint, if there is one; returns its step."""
-        place = checkpoint.last_checkpoint(self.folder.path / "checkpoints")
+        place = run_folder.last_checkpoint(self.folder.path / "checkpoints")
         if place is None:
             if self.is_main:
                 self.folder.cut_logs({})
             return 0
-        stored = checkpoint.read_checkpoint(place)
-        tensors = checkpoint.read_tensors(place, "model", checkpoint.model_tensors(self.model).get)
-        checkpoint.load_model_(self.model, tensors)
-        checkpoint.load_optimizer_(self.model, self.optimizer.optimizer, place, stored["groups"])
+        stored = run_folder.read_checkpoint(place)
+        tensors = run_folder.read_tensors(place, "model", run_folder.model_tensors(self.model).get)
+        run_folder.load_model_(self.model, tensors)
+        run_folder.load_optimizer_(self.model, self.optimizer.optimizer, place, stored["groups"])
         if self.average is not None:
-            self.average.load_(checkpoint.read_tensors(place, "average", self.average.state.get))
+            self.average.load_(run_folder.read_tensors(place, "average", self.average.state.get))
         if self.wants_best:
-            self._keep_best(checkpoint.read_tensors(place, "best", checkpoint.model_tensors(self.model).get))
+            self._keep_best(run_folder.read_tensors(place, "best", run_folder.model_tensors(self.model).get))
         if self.accelerator.scaler is not None and stored["scaler"]:
             self.accelerator.scaler.load_state_dict(stored["scaler"])
         self.state = TrainState(**stored["train"])
@@ -160,19 +160,19 @@ class Engine:
             folder, step = self.folder.path / "checkpoints", self.state.step
             if self.is_main or self.sharded:
                 tensors = {
-                    "model": checkpoint.model_tensors(self.model),
-                    "optimizer": checkpoint.optimizer_tensors(self.model, optimizer),
+                    "model": run_folder.model_tensors(self.model),
+                    "optimizer": run_folder.optimizer_tensors(self.model, optimizer),
                     "average": None if self.average is None else self.average.state,
                     "best": self.best_weights,
                 }
                 state = {
                     "train": asdict(self.state),
-                    "groups": checkpoint.group_options(optimizer),
+                    "groups": run_folder.group_options(optimizer),
                     "seconds": self.clock.now(),
                     "logs": self.folder.log_marks(),
                     "scaler": None if scaler is None else scaler.state_dict(),
                 }
-                checkpoint.save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
+                run_folder.save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
             self.accelerator.wait_for_everyone()
             if self.is_main:
                 self.observer({"event": "saved", "step": step})
@@ -347,7 +347,7 @@ class Engine:
             if self.state.best is None or self.task.metric.is_better(row[name], self.state.best[name]):
                 self.state.best = row
                 if self.wants_best:
-                    self._keep_best(checkpoint.model_tensors(self.model))
+                    self._keep_best(run_folder.model_tensors(self.model))
             self.observer({"event": "evaluation", "row": row})
 
     def _keep_best(self, tensors: dict[str, Tensor]) -> None:
@@ -362,7 +362,7 @@ class Engine:
             self.observer({"event": "phase", "phase": "testing"})
             if self.best_weights is not None:
                 reshard_(self.model)
-                checkpoint.load_model_(self.model, self.best_weights)
+                run_folder.load_model_(self.model, self.best_weights)
                 tested, self.evaluated_weights = self.state.best, contextlib.nullcontext
             with self.evaluated_weights():
                 values = evaluate.score(self.recipe, self.task, self.model, self.accelerator, samples)

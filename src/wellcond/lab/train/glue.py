@@ -15,10 +15,9 @@ from wellcond.lab.recipe import Recipe
 from wellcond.lab.tasks.glue import COLUMNS, HUB_ID, NAMES, REGRESSION, with_marks
 from wellcond.lab.tasks.language_modelling import MaskedLanguageModellingSettings
 from wellcond.lab.tokenizers import TrainedTokenizer, make_tokenizer, read_tokenizer
-from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.prepare import load_cached_data
 from wellcond.lab.train.run import Job
-from wellcond.lab.train.run_folder import RunFolder, check_links, writing
+from wellcond.lab.train.run_folder import RunFolder, check_links, read_finished_run, writing
 
 AS_PUBLISHED: dict[str, Any] = {"lr": 4e-5, "batch_size": 16, "epochs": 5, "rows": None}
 TINY: dict[str, Any] = {"lr": 1e-3, "batch_size": 32, "epochs": 3, "rows": 3000}

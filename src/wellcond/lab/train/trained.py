@@ -21,7 +21,7 @@ from wellcond.init.selection import exclusion
 from wellcond.lab.data.disk import find_in_mirror, in_a_mirror
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model, similar
-from wellcond.lab.train.checkpoint import read_finished_run
+from wellcond.lab.train.run_folder import read_finished_run
 
 Build = Callable[[str, dict[str, Any]], nn.Module]
 

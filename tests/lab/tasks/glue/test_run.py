@@ -16,9 +16,9 @@ from wellcond.lab.pool import run_jobs
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.tokenizers import read_tokenizer
 from wellcond.lab.train import glue
-from wellcond.lab.train.checkpoint import last_checkpoint
 from wellcond.lab.train.glue import plan_glue, read_pretrained
 from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.lab.train.run_folder import last_checkpoint
 
 
 def quiet(job, event):

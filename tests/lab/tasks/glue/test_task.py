@@ -5,9 +5,9 @@ from torch import nn
 from lab.helpers import ListSplit, bundle
 from lab.tasks.glue.helpers import MODELS, sentence
 from wellcond.errors import RecipeError
-from wellcond.lab.load_recipe import set_field
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
+from wellcond.lab.settings import set_field
 from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
 from wellcond.lab.tasks.glue import score
 from wellcond.lab.train.run import Job, run_job

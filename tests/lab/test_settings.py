@@ -5,9 +5,9 @@ import yaml
 
 from lab.helpers import RECIPE, parse_recipe
 from wellcond.errors import RecipeError
-from wellcond.lab import load_recipe as module
-from wellcond.lab.load_recipe import load_recipe, set_field
-from wellcond.lab.settings import read_yaml
+from wellcond.lab import settings
+from wellcond.lab.recipe import load_recipe
+from wellcond.lab.settings import read_yaml, set_field
 
 TEXT = yaml.safe_dump(RECIPE)
 
@@ -111,7 +111,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 
 def test_a_name_at_several_scales_means_the_smallest(monkeypatch):
     shipped = {f"{scale}/small": TEXT.replace("tiny", scale) for scale in ("tiny", "paper")}
-    monkeypatch.setattr(module, "shipped_recipes", lambda: shipped)
+    monkeypatch.setattr(settings, "shipped_recipes", lambda: shipped)
     assert load_recipe("small")[0].scale == "tiny"
     with pytest.raises(RecipeError, match="tiny, paper"):
         load_recipe("small", scale="small")

@@ -9,8 +9,8 @@ from wellcond import condition_
 from wellcond.conditioning.checkpoint import read_state_dict
 from wellcond.errors import RunError
 from wellcond.lab.optimizers import AdamW, Muon
-from wellcond.lab.train import checkpoint
-from wellcond.lab.train.checkpoint import (
+from wellcond.lab.train import run_folder
+from wellcond.lab.train.run_folder import (
     group_options,
     last_checkpoint,
     load_model_,
@@ -168,14 +168,14 @@ def test_the_older_one_stays_until_the_new_one_is_whole(small, monkeypatch):
     folder, model, optimizer = small
     save(folder, model, optimizer, step=1)
     seen = []
-    replace = checkpoint.os.replace
+    replace = run_folder.os.replace
 
     def watched(source, target):
         if source.is_dir():
             seen.append(sorted(path.name for path in folder.iterdir()))
         replace(source, target)
 
-    monkeypatch.setattr(checkpoint.os, "replace", watched)
+    monkeypatch.setattr(run_folder.os, "replace", watched)
     save(folder, model, optimizer, step=2)
     assert seen == [[".step-00000002.partial", "step-00000001"]]
 
@@ -200,8 +200,8 @@ def test_a_save_that_breaks_keeps_the_old_checkpoint(small, monkeypatch, problem
 
         return broken
 
-    monkeypatch.setattr(checkpoint, "write_atomically", breaking(checkpoint.write_atomically))
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", breaking(checkpoint.safetensors.torch.save_file))
+    monkeypatch.setattr(run_folder, "write_atomically", breaking(run_folder.write_atomically))
+    monkeypatch.setattr(run_folder.safetensors.torch, "save_file", breaking(run_folder.safetensors.torch.save_file))
     raised, message = (RunError, "No space left") if isinstance(problem, OSError) else (problem, None)
     with pytest.raises(raised, match=message):
         save(folder, model, optimizer, step=step)
@@ -249,7 +249,7 @@ def test_weights_of_a_finished_sharded_run_are_one_file(small, monkeypatch):
     place = save(folder, model, optimizer, sharded=True, logs={})
 
     def weights(**record):
-        monkeypatch.setattr(checkpoint.RunFolder, "read_record", lambda run: {"status": "finished", **record})
+        monkeypatch.setattr(run_folder.RunFolder, "read_record", lambda run: {"status": "finished", **record})
         return read_finished_run(folder.parent, "teacher", "a file")[1]
 
     assert weights(logs={}) == place / "model.safetensors" == weights()
