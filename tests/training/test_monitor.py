@@ -259,7 +259,7 @@ def test_what_checkpointing_runs_again_counts_once(how):
         for number, block in enumerate(model.blocks):
             x = checkpoint(block, x, **options) if again and number else block(x)
         x.square().sum().backward()
-        counts.append([buffers.weights.clone() for buffers in monitor._buffers.values()])
+        counts.append(torch.cat([layer.weights for layer in monitor._layers]))
         monitor.step()
         gradient = [p.grad.clone() for p in model.blocks.parameters()]
         model.zero_grad()
@@ -268,7 +268,7 @@ def test_what_checkpointing_runs_again_counts_once(how):
     plain, gradient = forward(model, again=False)
     repeated, same = forward(model, again=True)
     torch.testing.assert_close(plain, repeated, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(counts[0][0], counts[1][0])
+    assert torch.equal(*counts)
     assert all(torch.equal(a, b) for a, b in zip(gradient, same, strict=True))
 
 
@@ -376,3 +376,9 @@ def test_circuit_numbers_are_those_of_the_products():
             sigma = torch.linalg.svdvals(o[head])
             assert mine["kappa_o"][head] == pytest.approx(float(sigma[0] / sigma[-1]), rel=1e-5)
     assert set(NUMBERS) <= set(frame.columns)
+
+
+def test_a_model_in_float64():
+    model, images = vit(fused=False).double().train(), IMAGES.double()
+    frame, monitor = read_once(model, lambda model: model(images).sum().backward())
+    assert monitor.not_seen == {} and frame["attention_share"].notna().all()

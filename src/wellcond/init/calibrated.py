@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from wellcond.arguments import PositiveFloat
 from wellcond.attention.checks import Rollback
+from wellcond.attention.gains import Gain, find_gains
 from wellcond.attention.record import HOW_TO_SEE, Field, ForwardRecord, record, root_mean_square
 from wellcond.attention.sharding import broadcast_from_rank_zero, full_tensor, is_distributed, to_local
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import WeightError
 from wellcond.init.apply import InitContext, Write, register_init
-from wellcond.init.gains import Gain, find_gains
 from wellcond.init.tokens import Position, embedding_layers, embedding_spread, position_tables, position_writes
 from wellcond.linalg.orthogonal import draw_normal, random_semi_orthogonal
 
@@ -215,14 +215,14 @@ def _logit_factors(found: ForwardRecord, target: float | None, draft: _Draft) ->
     """Scale Q and K of every head by the same factor; of query heads that share a key, the key by their mean factor."""
     for one in found.sites:
         site, spread = one.site, one.spread
-        gains = find_gains(site)
-        if target is None or spread is None or (_normalises(site) and gains is None):
+        gains, _ = find_gains(site)
+        if target is None or spread is None or (_normalises(site) and not gains):
             continue
         spread = _shared(spread, site.q.parameter).cpu().double()
         if not bool(torch.isfinite(spread).all()):
             raise WeightError(f"{site.name}: its logits are not finite on this batch; nothing was changed")
         factors = (target / spread.clamp_min(target / LARGEST_STEP)).clamp_max(LARGEST_STEP)
-        if gains is not None and any(gain.num_heads == 1 for gain in gains.values()):
+        if any(gain.num_heads == 1 for gain in gains.values()):
             factors = factors.log().mean().exp()[None]
             for gain in gains.values():
                 draft.set_gain_(gain, factors.sqrt())
@@ -231,7 +231,7 @@ def _logit_factors(found: ForwardRecord, target: float | None, draft: _Draft) ->
         query, key = site.by_role("query"), site.by_role("key")
         of_keys = factors.log().view(key.num_heads, -1).mean(1).div(2).exp()
         of_queries = factors / of_keys.repeat_interleave(query.num_heads // key.num_heads)
-        if gains is not None:
+        if gains:
             draft.set_gain_(gains["key"], of_keys)
             draft.set_gain_(gains["query"], of_queries)
             yield from factors.tolist()

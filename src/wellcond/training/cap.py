@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_number
-from wellcond.attention.checks import Chosen, check_writable, choose_sites
-from wellcond.attention.sharding import full_tensor, is_distributed, local_shard, reshard_, to_local, unwrap
+from wellcond.attention.checks import Chosen, check_writable
+from wellcond.attention.sharding import full_tensor, is_distributed, local_shard, to_local
 from wellcond.errors import OptionError
 from wellcond.linalg.polar import HEADROOM, Quintic, largest_eigenvalue, schedule
 from wellcond.linalg.spectrum import has_float64
-from wellcond.training.rows import HeadView, after_step, as_optimizers, check_held
+from wellcond.training.rows import AfterStep, HeadView, check_from_zero
 
 VERB = "wellcond.SpectralCap"
 SMALLEST_RATIO = 1e-4
@@ -87,7 +86,7 @@ def _sign(matrices: Tensor) -> Tensor:
     return matrices
 
 
-class SpectralCap:
+class SpectralCap(AfterStep):
     """Hold the largest singular value of every head's weights at `w_max`, after each step of an optimiser.
 
     Only singular values above the cap are changed, and only heads that have one; a head more than 0.3 % below the cap
@@ -128,34 +127,25 @@ class SpectralCap:
         projections: str = "qkvo",
         sites: Chosen | None = None,
     ) -> None:
-        try:
-            self.w_max = check_number("w_max", w_max, at_least=0.0)
-        except (TypeError, ValueError) as error:
-            raise OptionError(f"{VERB}: {error}") from error
-        if self.w_max == 0:
+        check_from_zero(VERB, w_max=w_max)
+        if w_max == 0:
             raise OptionError(f"{VERB}: expected w_max above 0, got 0")
         if not projections or set(projections) - set("qkvo"):
             raise OptionError(f"{VERB}: expected projections among 'qkvo', such as 'qk', got {projections!r}")
-        optimizers = as_optimizers(optimizer, VERB)
-        inner = unwrap(model)
-        reshard_(inner)
-        chosen = choose_sites(inner, sites)
-        check_writable(inner, chosen, projections, VERB)
+        super().__init__(VERB, model, optimizer, sites)
+        check_writable(self._inner, self._sites, projections, VERB)
+        self.w_max = float(w_max)
         self._heads: dict[Tensor, list[HeadView]] = {}
-        for site in chosen:
+        for site in self._sites:
             slots = [slot for role, slot in site.slots.items() if role in projections]
-            check_held(optimizers, ((site.name, slot.parameter) for slot in slots), VERB)
+            self._check_held((site.name, slot.parameter) for slot in slots)
             for slot in slots:
                 self._heads.setdefault(slot.parameter, []).append(HeadView(slot))
-        self._handle = after_step(optimizers, self._act)
+        self._start(self._act)
 
     def __repr__(self) -> str:
         """One line: the cap and how many projections it holds."""
         return f"SpectralCap(w_max={self.w_max:g}: {sum(map(len, self._heads.values()))} projections)"
-
-    def remove(self) -> None:
-        """End the capping; the weights stay as they are."""
-        self._handle.remove()
 
     @torch.no_grad()
     def _act(self) -> None:

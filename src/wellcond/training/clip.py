@@ -11,7 +11,6 @@ are not the only partner of a query (a term of position and query, learned keys)
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -21,15 +20,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_flag, check_mapping, check_number, describe
-from wellcond.attention.checks import Chosen, check_writable, choose_sites
-from wellcond.attention.names import QK_NORM
-from wellcond.attention.sharding import full_tensor, is_distributed, reshard_, unwrap
+from wellcond.arguments import check_flag, check_mapping, describe
+from wellcond.attention.checks import Chosen, check_writable
+from wellcond.attention.gains import Gain, find_gains
+from wellcond.attention.sharding import full_tensor, reduce_
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot, corrections_of
 from wellcond.errors import ConditioningError, OptionError, UnsupportedLayoutError
 from wellcond.training.monitor import AttentionMonitor
-from wellcond.training.rows import RowFactors, after_step, as_optimizers, check_held, heads_of_bias, heads_of_weight
+from wellcond.training.rows import AfterStep, RowFactors, check_from_zero, heads_of_bias, heads_of_weight
 
 LOGGER = logging.getLogger("wellcond")
 VERB = "wellcond.QKClip"
@@ -65,7 +64,7 @@ class _Layer:
     key_groups: Tensor
 
 
-class QKClip:
+class QKClip(AfterStep):
     """Hold every head's largest logit at `tau`, by scaling its queries and keys after the step that passed it.
 
     A hook of the optimiser: nothing has to be called. All of it runs on the device, nothing is read by the host. Heads
@@ -116,24 +115,23 @@ class QKClip:
         masters: Mapping[Tensor, Tensor] | None = None,
         process_group: Any = None,
     ) -> None:
-        self.tau, self.alpha = _check_options(tau, alpha)
+        check_from_zero(VERB, tau=tau, alpha=alpha)
+        if tau == 0 or alpha > 1:
+            raise OptionError(f"{VERB}: expected tau above 0 and alpha from 0 to 1, got tau={tau:g}, alpha={alpha:g}")
         check_flag("log_only", log_only)
-        self.log_only, self.process_group = log_only, process_group
-        optimizers = as_optimizers(optimizer, VERB)
-        inner = unwrap(model)
-        reshard_(inner)
-        chosen = choose_sites(inner, sites)
-        for site in chosen:
+        super().__init__(VERB, model, optimizer, sites)
+        self.tau, self.alpha, self.log_only, self.process_group = float(tau), float(alpha), log_only, process_group
+        for site in self._sites:
             _refuse_unreachable(site)
-        check_writable(inner, chosen, "qk", VERB, conditioned_too=True)
-        for site in chosen:
+        check_writable(self._inner, self._sites, "qk", VERB, conditioned_too=True)
+        for site in self._sites:
             _check_correction(site)
-        gains = {site.name: _gains(site) for site in chosen if site.qk_norm is not None}
-        self.layers = list(_layers(chosen, self.alpha))
+        gains = {site.name: _gains(site) for site in self._sites if site.qk_norm is not None}
+        self.layers = list(_layers(self._sites, self.alpha))
         masters = {} if masters is None else masters
         check_mapping("masters", masters)
         if not log_only:
-            check_held(optimizers, self._held(gains, masters), VERB, "; with float32 copies in it, give masters=...")
+            self._check_held(_held(self.layers, gains, masters), "; with float32 copies in it, give masters=...")
         device = self.layers[0].site.by_role("query").parameter.device
         targets, exponents, self._rows = _plan(self.layers, gains, masters)
         self._targets, self._exponents = targets.to(device), exponents.to(device)
@@ -141,13 +139,19 @@ class QKClip:
         self._own_monitor: AttentionMonitor | None = None
         if monitor is None:
             monitor = self._own_monitor = AttentionMonitor(
-                model, every=1, columns=["max_logit"], weights=False, sites=chosen, group=process_group
+                model, every=1, columns=["max_logit"], weights=False, sites=self._sites, group=process_group
             )
         _check_monitor(monitor)
         self.monitor: LogitSource = monitor
         self._unknown: set[str] = set()
-        self._state = _State(len(self._groups), device)
-        self._handle = after_step(optimizers, self._act)
+        count = len(self._groups)
+        self._kept = {
+            "max_logit": torch.full((count,), math.nan, device=device),
+            "smallest_gamma": torch.ones(count, device=device),
+            "times_clipped": torch.zeros(count, dtype=torch.int64, device=device),
+            "steps_seen": torch.zeros(count, dtype=torch.int64, device=device),
+        }
+        self._start(self._act)
 
     def __repr__(self) -> str:
         """One line: the limit, how it is shared, how many heads."""
@@ -157,7 +161,7 @@ class QKClip:
 
     def remove(self) -> None:
         """End the clipping; the weights stay as they are."""
-        self._handle.remove()
+        super().remove()
         if self._own_monitor is not None:
             self._own_monitor.close()
 
@@ -167,18 +171,11 @@ class QKClip:
         Returns: dictionaries with ``site``, ``head``, ``max_logit`` (of the last step, NaN where it was not seen),
             ``smallest_gamma``, ``times_clipped`` and ``steps_seen``; a head with no step seen was never clipped.
         """
-        last, smallest, clipped, seen = (one.tolist() for one in self._state.tensors())
+        kept = {name: numbers.tolist() for name, numbers in self._kept.items()}
+        heads = [(layer.site.name, head) for layer in self.layers for head in range(layer.site.num_heads)]
         return [
-            {
-                "site": layer.site.name,
-                "head": head,
-                "max_logit": last[layer.first + head],
-                "smallest_gamma": smallest[layer.first + head],
-                "times_clipped": int(clipped[layer.first + head]),
-                "steps_seen": int(seen[layer.first + head]),
-            }
-            for layer in self.layers
-            for head in range(layer.site.num_heads)
+            {"site": site, "head": head} | {name: numbers[at] for name, numbers in kept.items()}
+            for at, (site, head) in enumerate(heads)
         ]
 
     # The step
@@ -188,7 +185,11 @@ class QKClip:
         largest = self._largest_logits()
         seen = torch.isfinite(largest)
         gamma = torch.where(seen & (largest > self.tau), self.tau / largest, 1.0)
-        self._state.update(largest, seen, gamma)
+        kept = self._kept
+        kept["max_logit"].copy_(largest)
+        kept["smallest_gamma"].copy_(torch.minimum(kept["smallest_gamma"], gamma))
+        kept["times_clipped"] += gamma < 1
+        kept["steps_seen"] += seen
         if not self.log_only:
             self._rows.multiply_(self._factors(gamma))
         if self._own_monitor is not None:
@@ -199,27 +200,24 @@ class QKClip:
 
     def _largest_logits(self) -> Tensor:
         """(all query heads), NaN where a head was not seen; the same on every process."""
-        seen = self.monitor.max_logits(reduce=False)
+        seen, device = self.monitor.max_logits(reduce=False), self._groups.device
         parts = []
         for layer in self.layers:
             found, heads = seen.get(layer.site.name), layer.site.num_heads
             if found is None:
                 self._warn_once({layer.site.name: "the monitor does not name it"})
-                parts.append(torch.full((heads,), math.nan, device=self._state.device))
-            elif tuple(found.shape) != (heads,):
+                found = torch.full((heads,), math.nan, device=device)
+            if tuple(found.shape) != (heads,):
                 raise OptionError(
                     f"{VERB}, {layer.site.name}: expected the largest logit of each of {heads} heads, got "
                     f"{describe(found)}"
                 )
-            else:
-                parts.append(found.detach().to(self._state.device, torch.float32))
+            parts.append(found.detach().to(device, torch.float32))
+        # NaN on the process that has not seen a head must not hide what another has.
         largest = torch.cat(parts)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # NaN on the process that has not seen a head must not hide what another has.
-            largest = torch.where(torch.isnan(largest), -math.inf, largest)
-            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.process_group)
-            largest = torch.where(largest == -math.inf, math.nan, largest)
-        return largest
+        largest = torch.where(torch.isnan(largest), -math.inf, largest)
+        reduce_(largest, "MAX", self.process_group)
+        return torch.where(largest == -math.inf, math.nan, largest)
 
     def _warn_once(self, reasons: Mapping[str, str]) -> None:
         for name, why in reasons.items():
@@ -232,44 +230,6 @@ class QKClip:
         of_group = torch.ones_like(gamma).scatter_reduce(0, self._groups, gamma, "amin")
         factors = of_group[self._targets] ** self._exponents  # 1 to any power is 1
         return torch.cat([factors, factors.new_ones(1)])
-
-    def _held(
-        self, gains: Mapping[str, Mapping[str, nn.Module]], masters: Mapping[Tensor, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        for layer in self.layers:
-            for role in ("query", "key"):
-                norm = gains.get(layer.site.name, {}).get(role)
-                stored: Any = layer.site.by_role(role).parameter if norm is None else norm.weight
-                yield f"{layer.site.name} ({role})", masters.get(stored, stored)
-
-
-class _State:
-    """What is kept of every head, on the device."""
-
-    def __init__(self, num_heads: int, device: torch.device) -> None:
-        self.device = device
-        self.last = torch.full((num_heads,), math.nan, device=device)
-        self.smallest = torch.ones(num_heads, device=device)
-        self.clipped, self.seen = (torch.zeros(num_heads, dtype=torch.int64, device=device) for _ in range(2))
-
-    def update(self, largest: Tensor, seen: Tensor, gamma: Tensor) -> None:
-        self.last.copy_(largest)
-        self.smallest.copy_(torch.minimum(self.smallest, gamma))
-        self.clipped += gamma < 1
-        self.seen += seen
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.last, self.smallest, self.clipped, self.seen
-
-
-def _check_options(tau: Any, alpha: Any) -> tuple[float, float]:
-    try:
-        tau, alpha = check_number("tau", tau, at_least=0.0), check_number("alpha", alpha, at_least=0.0)
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"{VERB}: {error}") from error
-    if tau == 0 or alpha > 1:
-        raise OptionError(f"{VERB}: expected tau above 0 and alpha from 0 to 1, got tau={tau:g}, alpha={alpha:g}")
-    return tau, alpha
 
 
 def _check_monitor(monitor: LogitSource) -> None:
@@ -291,32 +251,18 @@ def _refuse_unreachable(site: AttentionSite) -> None:
         raise UnsupportedLayoutError(site.name, reason, class_name=type(site.module).__name__, advice=LEAVE_OUT)
 
 
-def _gains(site: AttentionSite) -> dict[str, nn.Module]:
-    """The norms of queries and keys whose gains have an entry for every channel of every head.
+def _gains(site: AttentionSite) -> dict[str, Gain]:
+    """The gains of queries and keys, which have an entry for every channel of every head.
 
     Raises: UnsupportedLayoutError if all heads share a gain, or it cannot be found.
     """
-    found: dict[str, nn.Module] = {}
-    reason = "its QK-norm has no gain that could be found"
-    children = dict(site.module.named_modules())
-    for query_name in QK_NORM:
-        key_name = query_name.replace("query", "key") if "query" in query_name else query_name.replace("q", "k", 1)
-        if query_name not in children or key_name not in children or query_name == key_name:
-            continue
-        for role, name in (("query", query_name), ("key", key_name)):
-            norm, slot = children[name], site.by_role(role)
-            gain = getattr(norm, "weight", None)
-            if not isinstance(gain, Tensor):
-                reason = f"its QK-norm {name} has no gain"
-            elif gain.numel() != slot.num_heads * slot.head_dim or slot.num_heads == 1:
-                reason = f"the gain of its QK-norm, {name}.weight of {gain.numel()} entries, is shared by all heads"
-            elif is_distributed(gain):
-                reason = f"the gain of its QK-norm, {name}.weight, is sharded"
-            elif not _is_scaled_by_its_gain(norm, gain.numel()):
-                reason = f"its QK-norm {name} ({type(norm).__name__}) does not multiply by its gain"
-            else:
-                found[role] = norm
-    if len(found) < 2:
+    found, reason = find_gains(site)
+    for gain in found.values():
+        if gain.num_heads == 1:
+            reason = f"the gain of its QK-norm, {gain.name} of {gain.weight.numel()} entries, is shared by all heads"
+        elif gain.offset:
+            reason = f"its QK-norm multiplies by 1 + its gain {gain.name}"
+    if reason:
         raise UnsupportedLayoutError(
             site.name,
             f"{reason}; W_Q and W_K do not scale its logits.",
@@ -324,16 +270,6 @@ def _gains(site: AttentionSite) -> dict[str, nn.Module]:
             advice=f"A norm bounds the logits by its gain: QK-Clip is not needed there. {LEAVE_OUT}",
         )
     return found
-
-
-@torch.no_grad()
-def _is_scaled_by_its_gain(norm: nn.Module, width: int) -> bool:
-    twice = copy.deepcopy(norm)
-    for parameter in twice.parameters():
-        parameter.mul_(2.0)
-    gain: Any = norm.weight
-    x = torch.linspace(-1, 2, 2 * width, device=gain.device, dtype=gain.dtype).view(1, 2, width)
-    return torch.allclose(twice(x), 2 * norm(x), rtol=1e-2)
 
 
 @torch.no_grad()
@@ -385,7 +321,7 @@ def _layers(sites: list[AttentionSite], alpha: float) -> Iterator[_Layer]:
 
 
 def _plan(
-    layers: list[_Layer], gains: Mapping[str, Mapping[str, nn.Module]], masters: Mapping[Tensor, Tensor]
+    layers: list[_Layer], gains: Mapping[str, Mapping[str, Gain]], masters: Mapping[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, RowFactors]:
     """The group and the exponent of every factor, and what the factors multiply."""
     rows, targets, exponents = RowFactors(), [], []
@@ -399,25 +335,30 @@ def _plan(
                 continue
             slot = layer.site.by_role(role)
             numbers = count + torch.arange(slot.num_heads)
-            for stored, heads in _stored(slot, gains.get(layer.site.name, {}).get(role), masters):
+            for stored, heads in _stored(slot, gains.get(layer.site.name, {}).get(role)):
                 rows.add(stored, heads, numbers)
+                if stored in masters:
+                    rows.add(masters[stored], heads, numbers)
             count += slot.num_heads
             targets.append(groups)
             exponents.append(torch.full((slot.num_heads,), exponent))
     return torch.cat(targets), torch.cat(exponents), rows
 
 
-def _stored(slot: Slot, norm: nn.Module | None, masters: Mapping[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _held(
+    layers: list[_Layer], gains: Mapping[str, Mapping[str, Gain]], masters: Mapping[Tensor, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    for layer in layers:
+        for role in ("query", "key"):
+            gain = gains.get(layer.site.name, {}).get(role)
+            stored = layer.site.by_role(role).parameter if gain is None else gain.weight
+            yield f"{layer.site.name} ({role})", masters.get(stored, stored)
+
+
+def _stored(slot: Slot, gain: Gain | None) -> list[tuple[Tensor, Tensor]]:
     """The tensors whose entries scale with the heads of a projection, with the head of every entry."""
-    if norm is not None:
+    if gain is not None:
         heads = torch.arange(slot.num_heads, dtype=torch.int16).repeat_interleave(slot.head_dim)
-        gains = [one for one in (norm.weight, getattr(norm, "bias", None)) if isinstance(one, Tensor)]
-        found: list[tuple[Tensor, Tensor]] = [(one, heads.view(one.shape)) for one in gains]
-    else:
-        bias = slot.stored_bias()
-        found = [(slot.parameter, heads_of_weight(slot))]
-        found += [] if bias is None else [(bias, heads_of_bias(slot, bias))]
-    for stored, heads in found:
-        yield stored, heads
-        if stored in masters:
-            yield masters[stored], heads
+        return [(one, heads.view(one.shape)) for one in (gain.weight, gain.bias) if one is not None]
+    bias = slot.stored_bias()
+    return [(slot.parameter, heads_of_weight(slot))] + ([] if bias is None else [(bias, heads_of_bias(slot, bias))])

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_number
 from wellcond.attention.blocks import POSITIONS
-from wellcond.attention.checks import Chosen, choose_sites
+from wellcond.attention.checks import Chosen
 from wellcond.attention.find import check_readable
-from wellcond.attention.sharding import reshard_, to_local, unwrap
+from wellcond.attention.sharding import to_local
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import OptionError, UnsupportedLayoutError
-from wellcond.training.rows import NO_HEAD, after_step, as_optimizers, check_held, heads_of_weight, local_part
+from wellcond.errors import UnsupportedLayoutError
+from wellcond.training.rows import NO_HEAD, AfterStep, check_from_zero, find_inside, heads_of_weight, local_part
 
 # Position embeddings and class tokens are matrices by shape only.
 UNDECAYED = (*POSITIONS, "relative_position_bias_table", "cls_token", "dist_token", "distillation_token", "reg_token")
@@ -57,12 +56,7 @@ def parameter_groups(
         [['lr', 'params'], ['params']]
         >>> optimizer = torch.optim.AdamW(parameter_groups(model, 0.1, qk_lr=1e-4), lr=1e-3)
     """
-    for name, value in (("weight_decay", weight_decay), ("lr", lr), ("qk_lr", qk_lr)):
-        if value is not None:
-            try:
-                check_number(name, value, at_least=0.0)
-            except (TypeError, ValueError) as error:
-                raise OptionError(f"wellcond.parameter_groups: {error}") from error
+    check_from_zero("wellcond.parameter_groups", weight_decay=weight_decay, lr=lr, qk_lr=qk_lr)
     compared = set() if qk_lr is None else _separate_weights(model, sites)
     named: set[str] = getattr(model, "no_weight_decay", set)()  # timm's models say which
     sorted_out: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -85,9 +79,7 @@ def parameter_groups(
 
 def _separate_weights(model: nn.Module, sites: Chosen | None) -> set[int]:
     """Ids of the weights that hold queries or keys and nothing else."""
-    inner = unwrap(model)
-    reshard_(inner)
-    found = choose_sites(inner, sites)
+    _, found = find_inside(model, sites)
     check_readable(found)
     for site in found:
         masks = _masks_of([site])
@@ -103,7 +95,7 @@ def _separate_weights(model: nn.Module, sites: Chosen | None) -> set[int]:
     return {id(site.by_role(role).parameter) for site in found for role in COMPARED}
 
 
-class QKRate:
+class QKRate(AfterStep):
     """Let every step of an optimiser move W_Q and W_K `factor` times as far, also as rows of a fused weight.
 
     Weight decay included, biases not. Whatever the optimiser is: the weights before its step are kept, and what it
@@ -124,29 +116,19 @@ class QKRate:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, factor: float, *, sites: Chosen | None = None) -> None:
-        try:
-            self.factor = check_number("factor", factor, at_least=0.0)
-        except (TypeError, ValueError) as error:
-            raise OptionError(f"wellcond.QKRate: {error}") from error
-        [optimizer] = as_optimizers(optimizer, "wellcond.QKRate")
-        inner = unwrap(model)
-        reshard_(inner)
-        found = choose_sites(inner, sites)
-        check_readable(found)
-        self._masks = _masks_of(found)
-        named = ((site.name, site.by_role(role).parameter) for site in found for role in COMPARED)
-        check_held([optimizer], named, "wellcond.QKRate")
+        check_from_zero("wellcond.QKRate", factor=factor)
+        super().__init__("wellcond.QKRate", model, optimizer, sites)
+        self.factor = float(factor)
+        check_readable(self._sites)
+        self._masks = _masks_of(self._sites)
+        self._check_held((site.name, site.by_role(role).parameter) for site in self._sites for role in COMPARED)
         self._before: list[Tensor] = []
-        self._handles = [optimizer.register_step_pre_hook(self._keep), after_step([optimizer], self._stretch)]
+        self._handles.append(self._optimizers[0].register_step_pre_hook(self._keep))
+        self._start(self._stretch)
 
     def __repr__(self) -> str:
         """One line: the factor and how many weights it acts on."""
         return f"QKRate(factor={self.factor:g}: {len(self._masks)} weights)"
-
-    def remove(self) -> None:
-        """End it; the weights stay as they are."""
-        for handle in self._handles:
-            handle.remove()
 
     @torch.no_grad()
     def _keep(self, *_: Any) -> None:

@@ -15,22 +15,20 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from wellcond.arguments import check_choice, check_int, check_number, describe
+from wellcond.arguments import check_choice, describe
 from wellcond.attention.blocks import block_matrices
-from wellcond.attention.checks import Chosen, choose_sites
+from wellcond.attention.checks import Chosen
 from wellcond.attention.find import check_readable
 from wellcond.attention.sharding import (
     from_local,
     full_tensor,
     is_distributed,
     local_shard,
-    reshard_,
     to_local,
-    unwrap,
 )
 from wellcond.attention.slot import Slot
 from wellcond.errors import OptionError
-from wellcond.training.rows import HeadView
+from wellcond.training.rows import HeadView, check_from_zero, find_inside
 
 Heads = Literal["each", "pairs", "fused"]
 LearningRates = Literal["original", "match_rms_adamw", "spectral_unclamped"]
@@ -48,7 +46,7 @@ class HeadMatrices:
     Without parts it is one matrix, as it is stored.
     """
 
-    parts: tuple[HeadView | _Rest, ...] = ()
+    parts: tuple[HeadView, ...] = ()
 
     def split(self, stored: Tensor) -> list[Tensor]:
         """Batches of matrices (count, rows, columns) of a tensor stored like the parameter; views where possible.
@@ -70,32 +68,6 @@ class HeadMatrices:
             stored.copy_(batches[0][0].view(stored.shape))
         for part, batch in zip(self.parts, batches, strict=bool(self.parts)):
             part.put_(stored, batch)
-
-
-@dataclass(frozen=True, eq=False)
-class _Rest:
-    """What no projection of an attention layer has of a matrix: further rows of a fused weight, others of a stack."""
-
-    slot: Slot
-    """How the matrix is read; its heads do not matter."""
-    rows: Tensor | None
-    """None for the whole matrix."""
-
-    def take(self, stored: Tensor) -> Tensor:
-        matrix = self.slot.as_matrix(stored)
-        if self.rows is None:
-            return matrix[None]
-        rows = self.rows.to(stored.device)
-        return (matrix[:, rows] if self.slot.heads_on_input else matrix[rows])[None]
-
-    def put_(self, stored: Tensor, batch: Tensor) -> None:
-        matrix = self.slot.as_matrix(stored)
-        if self.rows is None:
-            matrix.copy_(batch[0])
-        elif self.slot.heads_on_input:
-            matrix[:, self.rows.to(stored.device)] = batch[0]
-        else:
-            matrix[self.rows.to(stored.device)] = batch[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +107,7 @@ def muon_groups(model: nn.Module, heads: Heads = "each", *, sites: Chosen | None
     Reference: pairs of heads, modded-nanogpt pull request 253; each head, "Muon Split" of GLM-5.
     """
     check_choice("heads", heads, get_args(Heads))
-    inner = unwrap(model)
-    reshard_(inner)
-    chosen = choose_sites(inner, sites)
+    inner, chosen = find_inside(model, sites)
     check_readable(chosen)
     slots: dict[nn.Parameter, list[Slot]] = {}
     for slot in (slot for site in chosen for slot in site.slots.values()):
@@ -156,7 +126,7 @@ def muon_groups(model: nn.Module, heads: Heads = "each", *, sites: Chosen | None
 
 def divide(slots: Sequence[Slot], heads: Heads) -> HeadMatrices:
     """The matrices of a stored tensor that holds these projections."""
-    parts: list[HeadView | _Rest] = []
+    parts: list[HeadView] = []
     for slot in slots:
         paired = 0 if heads == "each" or slot.by_head and slot.num_heads % 2 else slot.num_heads // 2 * 2
         if paired:
@@ -166,22 +136,20 @@ def divide(slots: Sequence[Slot], heads: Heads) -> HeadMatrices:
     return HeadMatrices((*parts, *_rest(slots)))
 
 
-def _rest(slots: Sequence[Slot]) -> Iterable[_Rest]:
+def _rest(slots: Sequence[Slot]) -> Iterable[HeadView]:
+    """What no projection of an attention layer has: further rows of a fused weight, other matrices of a stack."""
     first = slots[0]
     if first.by_head:
         return
     count = 1 if first.index is None else (first.view or tuple(first.parameter.shape))[0]
     for number in range(count):
         held = [slot for slot in slots if first.index is None or slot.index == number]
-        if not held:
-            yield _Rest(replace(first, index=number), None)
-            continue
-        size = held[0].in_features if held[0].heads_on_input else held[0].out_features
-        free = torch.ones(size, dtype=torch.bool)
+        matrix = held[0] if held else replace(first, index=number)
+        free = torch.ones(matrix.in_features if matrix.heads_on_input else matrix.out_features, dtype=torch.bool)
         for slot in held:
             free[slot.rows.flatten()] = False
         if bool(free.any()):
-            yield _Rest(held[0], free.nonzero().flatten())
+            yield HeadView(replace(matrix, rows=free.nonzero().T))
 
 
 # The step
@@ -269,12 +237,9 @@ class HeadMuon(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(groups, MuonGroups):
             raise TypeError(f"groups: expected wellcond.muon_groups(model), got {describe(groups)}")
-        try:
-            for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum), ("eps", eps)):
-                check_number(name, value, at_least=0.0)
-            check_int("ns_steps", ns_steps, at_least=1)
-        except (TypeError, ValueError) as error:
-            raise OptionError(f"wellcond.HeadMuon: {error}") from error
+        check_from_zero("wellcond.HeadMuon", lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
+        if not isinstance(ns_steps, int) or ns_steps < 1:
+            raise OptionError(f"wellcond.HeadMuon: ns_steps: expected a whole number of at least 1, got {ns_steps!r}")
         if adjust_lr_fn is not None:
             check_choice("adjust_lr_fn", adjust_lr_fn, get_args(LearningRates))
         self.matrices = groups.matrices

@@ -8,16 +8,18 @@ so that it is a vector in most layouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from wellcond.arguments import describe
-from wellcond.attention.sharding import is_distributed, local_shard, to_local
+from wellcond.arguments import check_number, describe
+from wellcond.attention.checks import Chosen, choose_sites
+from wellcond.attention.sharding import is_distributed, local_shard, reshard_, to_local, unwrap
+from wellcond.attention.site import AttentionSite
 from wellcond.attention.slot import Slot
 from wellcond.errors import OptionError
 
@@ -128,8 +130,8 @@ class RowFactors:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
-        self._placed: list[tuple[Tensor, Tensor]] = []
+        self._tables: dict[Tensor, Tensor] = {}
+        self._placed: dict[Tensor, Tensor] = {}
 
     def add(self, stored: Tensor, heads: Tensor, numbers: Tensor) -> None:
         """Let the entries of head h of a stored tensor be multiplied by factor ``numbers[h]``; all others by the last.
@@ -140,66 +142,81 @@ class RowFactors:
             numbers: (heads), positions in the vector that `multiply_` is given.
         """
         table = torch.where(heads == NO_HEAD, NO_HEAD, numbers[heads.long()])
-        if id(stored) in self._tables:
-            known = self._tables[id(stored)][1]
-            table = torch.where(table == NO_HEAD, known, table)
-        self._tables[id(stored)] = stored, table
-        self._placed = []
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The stored tensors that are multiplied."""
-        return [stored for stored, _ in self._tables.values()]
+        if stored in self._tables:
+            table = torch.where(table == NO_HEAD, self._tables[stored], table)
+        self._tables[stored] = table
+        self._placed = {}
 
     @torch.no_grad()
     def multiply_(self, factors: Tensor) -> None:
         """Multiply in place by factors (count), the last of which is 1 and belongs to entries of no head."""
-        for part, table in self._local():
-            part.mul_(factors[table].to(part.device))
-
-    def _local(self) -> list[tuple[Tensor, Tensor]]:
-        if not self._placed:
-            for stored, table in self._tables.values():
-                part = local_part(table, stored)
-                self._placed.append((stored, part.to(to_local(stored).device)))
-        return [(to_local(stored), table) for stored, table in self._placed]
+        for stored, table in self._tables.items():
+            part = to_local(stored)
+            if stored not in self._placed:
+                self._placed[stored] = local_part(table, stored).to(part.device)
+            part.mul_(factors[self._placed[stored]].to(part.device))
 
 
-# Optimisers
+# Beside an optimiser
 
 
-def as_optimizers(optimizer: Any, verb: str) -> list[torch.optim.Optimizer]:
-    """One optimiser or several as a list.
+def check_from_zero(verb: str, **numbers: Any) -> None:
+    """Raise OptionError unless these are finite numbers of at least 0, or None."""
+    for name, value in numbers.items():
+        try:
+            if value is not None:
+                check_number(name, value, at_least=0.0)
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"{verb}: {error}") from error
 
-    Raises: TypeError for anything else.
+
+def find_inside(model: nn.Module, sites: Chosen | None) -> tuple[nn.Module, list[AttentionSite]]:
+    """The model inside its wrappers, with its weights as they are stored, and the attention layers that are chosen."""
+    inner = unwrap(model)
+    reshard_(inner)
+    return inner, choose_sites(inner, sites)
+
+
+class AfterStep:
+    """What acts on the weights of attention layers after every step of an optimiser, by a hook of that.
+
+    Args:
+        verb: its name, for errors.
+        model: the model, wrapped (DDP, fully_shard) if it is going to be.
+        optimizer: made after the model was wrapped; or a list of several, in the order of their steps.
+        sites: only these layers; all by default.
+
+    Raises: TypeError for anything else than an optimiser.
     """
-    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    if not given or not all(isinstance(one, torch.optim.Optimizer) for one in given):
-        raise TypeError(
-            f"{verb}: expected a torch.optim.Optimizer, or a list of them in the order of their steps, got "
-            f"{describe(optimizer)}; of a wrapper (Accelerate, DeepSpeed) give the optimiser inside"
-        )
-    return given
 
-
-def check_held(
-    optimizers: Sequence[torch.optim.Optimizer], named: Iterable[tuple[str, Tensor]], verb: str, advice: str = ""
-) -> None:
-    """Raise OptionError unless the optimisers hold these weights: another copy of them would undo what is done here."""
-    held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
-    for name, stored in named:
-        if id(stored) not in held:
-            raise OptionError(
-                f"{verb}: expected an optimiser that holds the weights of this model, found none that holds {name}. "
-                "Make the optimiser after the model is wrapped (DDP, fully_shard) and moved, or leave the layer out "
-                f"with sites=...{advice}"
+    def __init__(self, verb: str, model: nn.Module, optimizer: Any, sites: Chosen | None) -> None:
+        given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        if not given or not all(isinstance(one, torch.optim.Optimizer) for one in given):
+            raise TypeError(
+                f"{verb}: expected a torch.optim.Optimizer, or a list of them in the order of their steps, got "
+                f"{describe(optimizer)}; of a wrapper (Accelerate, DeepSpeed) give the optimiser inside"
             )
+        self._verb, self._optimizers = verb, given
+        self._inner, self._sites = find_inside(model, sites)
+        self._handles: list[Any] = []
 
+    def _check_held(self, named: Iterable[tuple[str, Tensor]], advice: str = "") -> None:
+        """Raise OptionError unless the optimisers hold these weights: another copy would undo what is done here."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        held = {id(one) for group in groups for one in group["params"]}
+        for name, stored in named:
+            if id(stored) not in held:
+                raise OptionError(
+                    f"{self._verb}: expected an optimiser that holds the weights of this model, found none that holds "
+                    f"{name}. Make the optimiser after the model is wrapped (DDP, fully_shard) and moved, or leave the "
+                    f"layer out with sites=...{advice}"
+                )
 
-def after_step(optimizers: Sequence[torch.optim.Optimizer], act: Callable[[], None]) -> Any:
-    """Call a function after every step of the last of these optimisers; returns the handle that ends this."""
+    def _start(self, act: Callable[[], None]) -> None:
+        """Call a function after every step of the last of the optimisers, until `remove`."""
+        self._handles.append(self._optimizers[-1].register_step_post_hook(lambda *_: act()))
 
-    def hook(*_: Any) -> None:
-        act()
-
-    return optimizers[-1].register_step_post_hook(hook)
+    def remove(self) -> None:
+        """End it; the weights stay as they are."""
+        for handle in self._handles:
+            handle.remove()

@@ -19,6 +19,7 @@ from wellcond.attention.slot import Slot
 class Gain:
     """What multiplies normalised queries or keys of one layer."""
 
+    name: str
     weight: nn.Parameter
     bias: nn.Parameter | None
     offset: float
@@ -35,53 +36,59 @@ class Gain:
             yield self.bias, full_tensor(self.bias.detach()) * entries
 
 
-def find_gains(site: AttentionSite) -> dict[str, Gain] | None:
-    """The gains of queries and keys of a layer that normalises them; None if it does not, or not all were found."""
+def find_gains(site: AttentionSite) -> tuple[dict[str, Gain], str]:
+    """The gains of queries and keys of a layer that normalises them; none, with the reason, if one was not found."""
     if site.qk_norm is None or site.kind == "cross_covariance":
-        return None
-    found = {role: gain for role in ("query", "key") if (gain := _find_gain(site, role)) is not None}
-    return found if len({id(gain.weight) for gain in found.values()}) == 2 else None
+        return {}, "it does not normalise its queries and keys one by one"
+    found: dict[str, Gain] = {}
+    for role in ("query", "key"):
+        gain = _find_gain(site, role)
+        if isinstance(gain, str):
+            return {}, gain
+        found[role] = gain
+    if found["query"].weight is found["key"].weight:
+        return {}, "its queries and keys share a gain"
+    return found, ""
 
 
-def _find_gain(site: AttentionSite, role: str) -> Gain | None:
+def _find_gain(site: AttentionSite, role: str) -> Gain | str:
     slot = site.by_role(role)
     own = slot.owner._parameters.get(QK_GAINS[role])
     if own is not None:
-        return Gain(own, None, 0.0, 1)
+        return Gain(QK_GAINS[role], own, None, 0.0, 1)
     children = dict(site.module.named_children())
     for query_name in QK_NORM:
         key_name = query_name.replace("query", "key") if "query" in query_name else query_name.replace("q", "k", 1)
-        name = query_name if role == "query" else key_name
         if query_name in children and key_name in children and query_name != key_name:
-            return _gain_of_norm(children[name], slot)
-    return None
+            name = query_name if role == "query" else key_name
+            return _gain_of_norm(name, children[name], slot)
+    return "its QK-norm has no gain that could be found"
 
 
-def _gain_of_norm(norm: nn.Module, slot: Slot) -> Gain | None:
+def _gain_of_norm(name: str, norm: nn.Module, slot: Slot) -> Gain | str:
     weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
     sizes = {slot.head_dim: 1, slot.num_heads * slot.head_dim: slot.num_heads}
-    if weight is None or weight.numel() not in sizes or is_distributed(weight):
-        return None
-    if bias is not None and bias.shape != weight.shape:
-        return None
-    for offset in (0.0, 1.0):
-        gain = Gain(weight, bias, offset, sizes[weight.numel()])
-        if _multiplies(norm, gain):
-            return gain
-    return None
+    if weight is None:
+        return f"its QK-norm {name} has no gain"
+    if weight.numel() not in sizes:
+        return f"the gain of its QK-norm, {name}.weight of {weight.numel()} entries, is not by head"
+    if is_distributed(weight):
+        return f"the gain of its QK-norm, {name}.weight, is sharded"
+    if bias is None or bias.shape == weight.shape:
+        for offset in (0.0, 1.0):
+            gain = Gain(f"{name}.weight", weight, bias, offset, sizes[weight.numel()])
+            if _multiplies(norm, gain):
+                return gain
+    return f"its QK-norm {name} ({type(norm).__name__}) does not multiply by its gain"
 
 
 @torch.no_grad()
 def _multiplies(norm: nn.Module, gain: Gain) -> bool:
     """Whether the norm puts out twice as much when its gain is doubled."""
     twice = copy.deepcopy(norm)
-    for (name, _), (_, values) in zip(_named(gain), gain.scaled(gain.weight.new_full((1,), 2.0)), strict=True):
-        twice.get_parameter(name).copy_(values)
+    names = {id(parameter): name for name, parameter in norm.named_parameters()}
+    for parameter, values in gain.scaled(gain.weight.new_full((1,), 2.0)):
+        twice.get_parameter(names[id(parameter)]).copy_(values)
     width = gain.weight.numel()
     x = torch.linspace(-1, 2, 2 * width, device=gain.weight.device, dtype=gain.weight.dtype).view(1, 2, width)
     return torch.allclose(twice(x), 2 * norm(x), rtol=1e-2)
-
-
-def _named(gain: Gain) -> list[tuple[str, nn.Parameter]]:
-    named = [("weight", gain.weight)]
-    return named if gain.bias is None else [*named, ("bias", gain.bias)]

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 import wellcond as wc
+from wellcond.attention.gains import find_gains
 from wellcond.attention.record import record
-from wellcond.init.gains import find_gains
 from wellcond.lab.models.changes import add_qk_norm_
 
 IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -62,7 +62,7 @@ def test_the_gains_give_logits_their_standard_deviation(name):
     model, batch = built(name)
     site = wc.find_attention(model)[0]
     before = {role: site.by_role(role).read().detach().clone() for role in ("query", "key")}
-    gains = find_gains(site)
+    gains, _ = find_gains(site)
     calibrate(model, batch, logits=2.0)
     spread = record(model, batch, [site], ("spread",)).sites[0].spread
     if gains["query"].num_heads > 1:
@@ -77,7 +77,7 @@ def test_the_gains_give_logits_their_standard_deviation(name):
 @pytest.mark.filterwarnings("ignore::wellcond.EvidenceWarning")
 def test_what_is_left_alone():
     model = normed(False)
-    assert find_gains(wc.find_attention(model)[0]) is None
+    assert find_gains(wc.find_attention(model)[0])[0] == {}
     before = copy.deepcopy(model.state_dict())
     calibrate(model, IMAGES)
     assert all(torch.equal(before[f"blocks.0.attn.qkv.{name}"], value)
@@ -100,4 +100,5 @@ def test_doubling_must_double():
 
     model, _ = built("layer norm with bias, shared")
     model.blocks[0].attn.q_norm = Odd(8)
-    assert find_gains(wc.find_attention(model)[0]) is None
+    found, why = find_gains(wc.find_attention(model)[0])
+    assert found == {} and "does not multiply" in why
