@@ -6,21 +6,25 @@ worker process.
 
 `--beside-timm` compares with timm's own loader instead, on JPEGs of 500 x 375 and the recipe of ViT-B: both with one
 worker, the same files, the same augmentation; timm without and with its prefetcher, which normalises and erases in the
-training process, as ours does. The goal is its prefetcher's speed.
+training process, as ours does. The goal is its prefetcher's speed. Beside images per second, which other programs on
+the machine change, it prints the CPU time that an image costs.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from PIL import Image
 
@@ -35,6 +39,8 @@ from wellcond.lab.train.batches import UpdatePlan, fetch_batches
 from wellcond.lab.train.prepare import prepare_model
 
 GOAL = 1.5
+BATCH = 64
+PREFETCHER = "timm, prefetcher"
 PICTURES = AugmentationSettings(
     flip=0.5, resized_crop=(0.08, 1.0), rand_augment="rand-m9-mstd0.5-inc1", random_erasing=0.25
 )
@@ -91,56 +97,96 @@ def write_photos(folder: Path, count: int) -> None:
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(place, quality=90)
 
 
-def rate(batches: Iterator[Any], steps: int, size: int) -> float:
-    """Images per second, after the first two batches: a worker starts once in a run."""
+@dataclass
+class Speed:
+    """Of one round: images per second, and milliseconds of CPU time an image costs its worker and the trainer."""
+
+    rate: float
+    worker: float
+    trainer: float
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """CPU time of processes so far."""
+    times = [process.cpu_times() for process in processes]
+    return sum(time.user + time.system for time in times)
+
+
+def measured(batches: Iterator[Any], steps: int, size: int) -> Speed:
+    """Time `steps` batches after the first two: a worker starts once in a run."""
     for _ in range(2):
         next(batches)
-    start = time.perf_counter()
+    workers = psutil.Process().children()
+    start, own, theirs = time.perf_counter(), time.process_time(), cpu_seconds(workers)
     for _ in range(steps):
         next(batches)
-    return steps * size / (time.perf_counter() - start)
+    count = steps * size
+    seconds, own, theirs = time.perf_counter() - start, time.process_time() - own, cpu_seconds(workers) - theirs
+    return Speed(count / seconds, 1000 * theirs / count, 1000 * own / count)
+
+
+def measure_ours(recipe: Recipe, data: Data, repeats: int, steps: int) -> Speed:
+    """Our batches, of images that are each shown `repeats` times."""
+    augmentation = recipe.augmentation.model_copy(update={"repeats": repeats})
+    task = ImageClassification(recipe.task, TaskContext(data, 0, augmentation))  # type: ignore[arg-type]
+    plan = UpdatePlan(len(task.train), BATCH, 1, 0, repeats)
+    # More than are timed, or the worker would be done before the time is.
+    batches = fetch_batches(task.train, plan.parts(0, steps + 8), workers=1, device=torch.device("cpu"))
+    return measured(batches, steps, BATCH)
+
+
+def measure_timm(recipe: Recipe, folder: str, prefetcher: bool, steps: int) -> Speed:
+    """Batches of timm's loader, which go on from epoch to epoch."""
+    from timm.data import create_dataset, create_loader
+
+    loader = create_loader(
+        create_dataset("", f"{folder}/train"),
+        (3, 224, 224),
+        BATCH,
+        is_training=True,
+        use_prefetcher=prefetcher,
+        re_prob=recipe.augmentation.random_erasing,
+        re_mode="pixel",
+        scale=recipe.augmentation.resized_crop,
+        color_jitter=recipe.augmentation.color_jitter,
+        auto_augment=recipe.augmentation.rand_augment,
+        interpolation="bicubic",
+        num_workers=1,
+        persistent_workers=True,
+        device=torch.device("cpu"),
+    )
+    fix_posterize_(loader.dataset.transform)
+    return measured(itertools.chain.from_iterable(itertools.repeat(loader)), steps, BATCH)
 
 
 def beside_timm(rounds: int, steps: int) -> None:
-    """Print the rates of ours and of timm's loader, and their ratios."""
-    from timm.data import create_dataset, create_loader
-
-    size, recipe = 64, load_recipe("vit", scale="paper")[0]
+    """Print the speeds of ours and of timm's loader in turns, and their ratios."""
+    recipe = load_recipe("vit", scale="paper")[0]
     with tempfile.TemporaryDirectory() as name:
-        write_photos(Path(name), 256)
+        write_photos(Path(name), 1024)
         data = load_data(ImageFolderConfig(path=name, evaluation_fraction=0.25))
-        found: dict[str, list[float]] = {}
+        sides: dict[str, Callable[[], Speed]] = {
+            "timm": lambda: measure_timm(recipe, name, False, steps),
+            PREFETCHER: lambda: measure_timm(recipe, name, True, steps),
+            "ours": lambda: measure_ours(recipe, data, 1, steps),
+            "ours, each image 3 times": lambda: measure_ours(recipe, data, 3, steps),
+        }
+        found: dict[str, list[Speed]] = {which: [] for which in sides}
         for _ in range(rounds):
-            for repeats in (1, recipe.augmentation.repeats):
-                augmentation = recipe.augmentation.model_copy(update={"repeats": repeats})
-                task = ImageClassification(recipe.task, TaskContext(data, 0, augmentation))  # type: ignore[arg-type]
-                plan = UpdatePlan(len(task.train), size, 1, 0, repeats)
-                ours = fetch_batches(task.train, plan.parts(0, steps + 8), workers=1, device=torch.device("cpu"))
-                found.setdefault(f"ours, each image {repeats} times", []).append(rate(ours, steps, size))
-            for prefetcher in (False, True):
-                loader = create_loader(
-                    create_dataset("", f"{name}/train"),
-                    (3, 224, 224),
-                    size,
-                    is_training=True,
-                    use_prefetcher=prefetcher,
-                    re_prob=recipe.augmentation.random_erasing,
-                    re_mode="pixel",
-                    scale=recipe.augmentation.resized_crop,
-                    color_jitter=recipe.augmentation.color_jitter,
-                    auto_augment=recipe.augmentation.rand_augment,
-                    interpolation="bicubic",
-                    num_workers=1,
-                    persistent_workers=True,
-                    device=torch.device("cpu"),
-                )
-                fix_posterize_(loader.dataset.transform)
-                endless = itertools.chain.from_iterable(itertools.repeat(loader))
-                found.setdefault(f"timm{', prefetcher' * prefetcher}", []).append(rate(iter(endless), steps, size))
-    goal = statistics.median(found["timm, prefetcher"])
-    for which, rates in found.items():
-        speed = statistics.median(rates)
-        print(f"{which}: {speed:.0f} images/s ({min(rates):.0f} to {max(rates):.0f}), {speed / goal:.2f} of the goal")
+            for which, measure in sides.items():
+                found[which].append(measure())
+                gc.collect()  # ends the worker, which would go on into the next side's time
+    goal = statistics.median(speed.rate for speed in found[PREFETCHER])
+    for which, speeds in found.items():
+        rates = [speed.rate for speed in speeds]
+        of_worker, of_trainer = (
+            statistics.median(getattr(speed, name) for speed in speeds) for name in ("worker", "trainer")
+        )
+        rate = statistics.median(rates)
+        print(
+            f"{which}: {rate:.0f} images/s ({min(rates):.0f} to {max(rates):.0f}), {rate / goal:.2f} of the goal; "
+            f"CPU time an image: {of_worker:.2f} ms in the worker, {of_trainer:.2f} ms in the training process"
+        )
 
 
 def main() -> None:

@@ -21,12 +21,12 @@ def build(num_labels, num_channels, image_size, **arguments):
     if FOLDER in os.environ:
         updates, folder = itertools.count(1), Path(os.environ[FOLDER])
         model.register_forward_pre_hook(
-            lambda model, given: _wait(folder) if model.training and next(updates) == HELD_AT else None
+            lambda model, given: wait_in(folder) if model.training and next(updates) == HELD_AT else None
         )
     return model
 
 
-def _wait(folder):
+def wait_in(folder):
     """Until the hold ends, or the run is asked to stop, which it does at the end of a step."""
     (folder / str(os.getpid())).touch()
     stop = _stop_flag()

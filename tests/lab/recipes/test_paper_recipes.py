@@ -60,24 +60,29 @@ def labelled(rows, **more):
     return ListSplit([{**row, **more, "label": number % 2} for number, row in enumerate(rows)])
 
 
+def write_coco(folder):
+    """A small set in the layout of COCO with 80 classes, and the changes of a recipe that make it read that."""
+    sizes = {number: (96, 128) for number in range(1, 9)}
+    boxes = [
+        {"id": number, "image_id": number, "category_id": number, "bbox": [20, 10, 60, 50], "area": 3000,
+         "iscrowd": 0, "segmentation": [rectangle(20, 10, 60, 50)]}
+        for number in sizes
+    ]  # fmt: skip
+    names = [{"id": number, "name": f"thing {number}"} for number in range(1, 81)]
+    files = [{"id": n, "file_name": f"{n}.png", "height": high, "width": wide} for n, (high, wide) in sizes.items()]
+    for split in ("train", "val"):
+        content = {"images": files, "annotations": boxes, "categories": names}
+        write_part(folder, split, f"{split}2017", content)
+    return (f"data.path={folder}", "task.images.sides=[128]", "model.encoder=null")
+
+
 def fake(recipe, folder):
     """Changes of the recipe that make it read small data of the kind and shape that it reads."""
     task, source = recipe.task, recipe.data.source
     if source == "generated":
         return ("data.num_train=8", "data.num_evaluation=4", "data.num_test=4")
     if source == "coco":
-        sizes = {number: (96, 128) for number in range(1, 9)}
-        boxes = [
-            {"id": number, "image_id": number, "category_id": number, "bbox": [20, 10, 60, 50], "area": 3000,
-             "iscrowd": 0, "segmentation": [rectangle(20, 10, 60, 50)]}
-            for number in sizes
-        ]  # fmt: skip
-        names = [{"id": number, "name": f"thing {number}"} for number in range(1, 81)]
-        files = [{"id": n, "file_name": f"{n}.png", "height": high, "width": wide} for n, (high, wide) in sizes.items()]
-        for split in ("train", "val"):
-            content = {"images": files, "annotations": boxes, "categories": names}
-            write_part(folder, split, f"{split}2017", content)
-        return (f"data.path={folder}", "task.images.sides=[128]", "model.encoder=null")
+        return write_coco(folder)
     if task.name == "image_classification":
         classes = CLASSES.get(recipe.data.id, 102 if "flowers" in recipe.data.id else 10)
         parts = [images(count, (250, 240), classes) for count in (8, 4, 4)]
