@@ -101,7 +101,10 @@ def measure(
     resume: Annotated[Path | None, Option(help="File that records every head; the same command resumes.")] = None,
     force: cli.Force = False,
 ) -> None:
-    """Measure every head on an input: condition number of the Jacobian, attention entropy, a verdict."""
+    """Measure every head on an input: condition number of the Jacobian, attention entropy, a verdict.
+
+    MODEL may also be the folder of a finished run: its last weights, on samples that it was evaluated on.
+    """
     check_choice("convention", convention, CONVENTIONS)
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
     cli.check_outputs(output, html, force=force)
@@ -139,6 +142,10 @@ def _build(
     spec: str, model_arg: list[str] | None, weights: Path | None, seed: int, source: str, samples: int, tokens: int
 ) -> tuple[nn.Module, Any, dict[str, str]]:
     """The model and its batch, and what they are; a mistake is told before torch is loaded."""
+    if (Path(spec) / "run.json").is_file():
+        if model_arg or weights is not None or source != "random":
+            raise cli.OptionError(f"{spec} is a run, with a model, weights and data of its own: leave out other options")
+        return _build_run(Path(spec), samples)
     described_model = {"model": cli.describe_spec(spec, model_arg, weights, seed)}
     if source == "none":
         return cli.build_loaded(spec, model_arg, weights, seed), None, described_model
@@ -148,6 +155,16 @@ def _build(
 
     batch, described = make_batch(model, source, samples=samples, tokens=tokens, seed=seed, folder=folder_of(spec))
     return model, batch, described_model | {"input": described}
+
+
+def _build_run(folder: Path, samples: int) -> tuple[nn.Module, Any, dict[str, str]]:
+    """The trained model of a run, on the first samples of its evaluation set."""
+    from wellcond.lab.train.prepare import rebuild_run
+
+    model, task, record = rebuild_run(folder)
+    trained = f"{record['recipe']}, {record['method']}, seed {record['seed']}, step {record['progress']['step']}"
+    evaluated = f"first {samples} of the evaluation set of {task.data.name}"
+    return model, task.probe(samples), {"model": f"run {trained}", "input": evaluated}
 
 
 def _replay(path: Path, *, json: bool, output: Path | None, html: Path | None) -> None:

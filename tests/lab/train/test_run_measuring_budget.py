@@ -7,9 +7,8 @@ import pytest
 
 import wellcond
 from lab.small import small_job
-from wellcond.conditioning.checkpoint import load_weights
 from wellcond.errors import RecipeError
-from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.lab.train.prepare import rebuild_run
 from wellcond.lab.train.run import run_job
 
 # 65 tokens of a head with 48 dimensions: a Jacobian of 3120 rows, which is expected to take half a minute.
@@ -59,12 +58,9 @@ def test_the_papers_stacked_jacobian_is_a_setting(tmp_path):
     """At the last step, of the weights that were saved: what `measure` finds in that convention."""
     quick = "model.arguments={img_size: 8, patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2, mlp_ratio: 1.0}"
     tracking = "tracking={weights_every: null, jacobian_points: 1, stacked: true, budget: null}"
-    job = small_job(tmp_path, "default", quick, SHORT, RARELY, tracking)
-    run_job(job)
+    run_job(small_job(tmp_path, "conditioned+balanced", quick, SHORT, RARELY, tracking))
     [row] = [json.loads(line) for line in (tmp_path / "conditioning.jsonl").read_text().splitlines()]
-    task = prepare_task(job.recipe, seed=0, base=None)
-    model = prepare_model(job.recipe, job.method, task, seed=0, base=None).eval()
-    load_weights(model, tmp_path / "checkpoints/step-00000004/model.safetensors")
+    model, task, _ = rebuild_run(tmp_path)
     expected = wellcond.measure(model, task.probe(1), heads=[0], convention="stack").layers[0].heads[0]
     assert row["pseudo_condition_number"] == pytest.approx(expected.jacobian.pseudo_condition_number, rel=1e-6)
     wide = wellcond.measure(model, task.probe(1), heads=[0]).layers[0].heads[0]

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from wellcond.attention.find import find_attention
-from wellcond.conditioning.checkpoint import MARKER, load_weights
+from wellcond.conditioning.apply import recondition_
+from wellcond.conditioning.checkpoint import MARKER, load_state, load_weights, read_state_dict
 from wellcond.conditioning.tokens import condition_tokens_
 from wellcond.errors import ModelSpecError, RecipeError, WellcondError, needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
@@ -24,6 +25,7 @@ from wellcond.lab.models.memory_guard import MemoryGuard
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, evaluating
+from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.length import LONGEST_WAIT, environment
 from wellcond.lab.train.trained import load_encoder, load_published, load_teacher
 from wellcond.lab.user_code import MODELS, choose_arguments
@@ -206,6 +208,25 @@ def prepare_model(
         task.loss(model, task.train.fetch([(sample, 0) for sample in range(min(64, len(task.train)))]))
 
     return method.apply_(model, seed=derive(seed, "method"), teacher=teacher, forward=forward)
+
+
+def rebuild_run(folder: Path) -> tuple[nn.Module, AbstractTask, dict[str, Any]]:
+    """The model of a finished run with its last weights, its task, and its record; a model in a file is refused.
+
+    Relative paths of its data start at the current folder.
+    """
+    record, path = read_finished_run(folder, "MODEL", "a MODEL such as timm:NAME")
+    config, seed = record["config"], record["seed"]
+    recipe = Recipe.model_validate({key: value for key, value in config.items() if key not in ("method", "seed")})
+    untrained = recipe.model.model_copy(update={"weights": None, "encoder": None})
+    recipe = recipe.model_copy(update={"model": untrained})
+    task = prepare_task(recipe, seed=seed, base=None)
+    model = prepare_model(recipe, MethodSettings(init="default"), task, seed=seed, base=None)
+    state = read_state_dict(path)
+    if MARKER in state:
+        recondition_(model, state)
+    load_state(model, state, str(path))
+    return model.eval(), task, record
 
 
 def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
