@@ -144,7 +144,7 @@ def _build(
     """The model and its batch, and what they are; a mistake is told before torch is loaded."""
     if (Path(spec) / "run.json").is_file():
         if model_arg or weights is not None or source != "random":
-            raise cli.OptionError(f"{spec} is a run, with a model, weights and data of its own: leave out other options")
+            raise cli.OptionError(f"{spec} is a run, with model, weights and data of its own; leave out other options")
         return _build_run(Path(spec), samples)
     described_model = {"model": cli.describe_spec(spec, model_arg, weights, seed)}
     if source == "none":

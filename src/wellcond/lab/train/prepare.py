@@ -25,8 +25,8 @@ from wellcond.lab.models.memory_guard import MemoryGuard
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, evaluating
-from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.length import LONGEST_WAIT, environment
+from wellcond.lab.train.run_folder import read_finished_run
 from wellcond.lab.train.trained import load_encoder, load_published, load_teacher
 from wellcond.lab.user_code import MODELS, choose_arguments
 from wellcond.private import keep_from_ddp_
