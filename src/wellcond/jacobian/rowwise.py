@@ -14,8 +14,8 @@ A bias of the keys, which the plain softmax ignores, has a Jacobian that is not 
 # Note [Pairs of rows]
 J_K[r] is no Kronecker product with q_r, and one channel c of the keys at a time J_K J_K^T takes n^2 d E steps. A pair
 of rows (r, r') needs T_rr'[j, j'] = t_rj . t_r'j' of the keys that they see only, d + dv steps for each pair of keys:
-s^2 (d + dv) in all, s being the number of (row, key) that the mask leaves: 30 times less for N = 256, d = 64 and a causal
-mask. Long sequences of narrow tokens take the channels.
+s^2 (d + dv) in all, s being the number of (row, key) that the mask leaves: 30 times less for N = 256, d = 64 and a
+causal mask. Long sequences of narrow tokens take the channels.
 """
 
 from __future__ import annotations
