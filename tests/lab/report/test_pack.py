@@ -191,13 +191,13 @@ def test_samples_of_one_seed_are_kept(tmp_path):
 
 def test_the_search_is_in_the_same_file_and_its_runs_in_no_comparison(tmp_path):
     full = write_comparison(tmp_path / "full", [FakeMethod("default", {5: 0.8, 6: 0.9})])
-    for value in ("0.001", "0.003"):
-        write_run(full / "tuning", FakeMethod("default", {0: 0.7, 1: 0.75}, slug=f"default/{value}"), 0)
+    for value in ("0.001", "0.003", "0.01"):
+        write_run(full / "tuning", FakeMethod("default", {0: 0.7, 1: 0.75}, slug=f"default/optimizer.lr-{value}"), 0)
     points = [{"values": {"optimizer.lr": rate}, "scores": {"0": 0.7, "1": 0.75 + rate}} for rate in (0.001, 0.003)]
-    method = {"label": "default", "points": points, "best": points[1], "at_edge": {}}
+    method = {"label": "default", "slug": "default", "points": points, "best": points[1], "at_edge": {}}
     search = {
         "schema": 1, "kind": "wellcond-tuning", "metric": ACCURACY, "fields": ["optimizer.lr"], "seeds": [0, 1],
-        "scored": "best", "test_data": "other seeds", "methods": [method],
+        "scored": "best", "test_data": "other seeds", "methods": [method], "settings_hash": "0123456789abcdef",
     }  # fmt: skip
     (full / "tuning.json").write_text(json.dumps(seal(search)))
     [comparison] = load_comparisons(full)
@@ -205,8 +205,9 @@ def test_the_search_is_in_the_same_file_and_its_runs_in_no_comparison(tmp_path):
     [path] = pack(full, tmp_path / "packed")
     assert page(path) == page(full) and "0.003" in page(path)
     assert find_tuning(load_comparisons(path)[0]) == find_tuning(comparison) is not None
-    kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
-    assert kinds == ["comparison", "search", "tuning", "tuning", "tuning-run", "tuning-run", "run", "run"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["comparison", "search", "tuning", "tuning", "tuning-run", "run", "run"]
+    assert lines[4]["folder"] == "tuning/default/optimizer.lr-0.01/seed0"  # of a stage that did not end
 
 
 # A comparison that goes on from its packed file, where its run folders are gone.
@@ -295,7 +296,7 @@ def test_other_settings_and_folders_in_use_are_refused(tmp_path, whole):
 
 @pytest.mark.parametrize("outside", ["../../elsewhere", "/tmp/elsewhere"])
 def test_a_row_cannot_name_a_folder_outside(tmp_path, whole, outside):
-    [packed] = pack(whole[0].parent, tmp_path / "packed")
+    packed = broken_off(whole[0], tmp_path / "half", "gaussian/seed0")
     rewrite(packed, lambda first, lines: [line.update(folder=outside) for line in lines if "folder" in line])
     with pytest.raises(RunRecordError, match="leads out of"):
         unpack(packed, tmp_path / "runs")

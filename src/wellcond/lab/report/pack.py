@@ -4,8 +4,9 @@ What a table prints is kept: scores in full, and the first and the last measurem
 digits and points as a plot shows: 60 training steps, and between the first and the last measurement one mean over the
 weights and attention maps of all heads; the Jacobian of each head stays. `wellcond.lab.records` reads it.
 
-Runs of the search before a comparison are kept without curves. A comparison that is not complete is packed as far as it
-is, and `unpack` makes run folders of the file, in which `wellcond compare` goes on with what is missing.
+Of the search before a comparison its scores are kept, and those runs, without curves, whose scores are not there yet. A
+comparison that is not complete is packed as far as it is; `unpack` makes run folders of the file, in which `wellcond
+compare` goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import json
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -97,7 +99,7 @@ def pack(folder: Path, output: Path) -> dict[Path, int]:
         if whole.runs or complete:
             place = packed_path(output / home.relative_to(folder))
             check_stays_inside(output if output in place.parents else output.parent, [place])
-            files[place] = packed_lines(whole, complete)
+            files[place] = packed_lines(whole, _without_recorded(comparison, complete))
             left_out[place] = len(comparison.runs) - len(whole.runs) + len(trials) - len(complete)
             if whole.runs:
                 _check_tables(whole, place.name, files[place])
@@ -112,6 +114,19 @@ def pack(folder: Path, output: Path) -> dict[Path, int]:
 def _before_its_runs(home: Path) -> Comparison:
     stored = read_json(home / "comparison.json", COMPARISON)
     return Comparison(home, "", "", "", "", "", (), (), stored=stored, search=read_search(home))
+
+
+def _without_recorded(comparison: Comparison, trials: Sequence[Run]) -> list[Run]:
+    """Runs of a search whose scores its record does not have yet: with these it goes on without the runs."""
+    search = comparison.search or {}
+    recorded = set()
+    for row in search.get("methods", ()) if search.get("settings_hash") else ():
+        for point in row["points"]:
+            values = "-".join(f"{field}-{value!r}" for field, value in point["values"].items())
+            recorded |= {
+                comparison.folder / "tuning" / row["slug"] / values / f"seed{seed}" for seed in point["scores"]
+            }
+    return [run for run in trials if run.folder not in recorded]
 
 
 def _check_tables(comparison: Comparison, name: str, content: bytes) -> None:
@@ -242,15 +257,24 @@ def _kept(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def share(runs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What all records have in common, and of each record the rest; `records.merge` puts them together again."""
+    """What most records have in common, and of each the rest; `records.merge` puts them together again.
+
+    Shared is a value that more than half of the records have, if all have one there: the others state their own.
+    """
     flat = [dict(leaves_of(record)) for record in runs]
     texts = [{path: json.dumps(leaf, sort_keys=True) for path, leaf in leaves.items()} for leaves in flat]
-    shared = {
-        path: leaf
-        for path, leaf in flat[0].items()
-        if path[0] not in OWN and all(leaves.get(path) == texts[0][path] for leaves in texts)
-    }
-    rests = [_nested({path: leaf for path, leaf in own.items() if path not in shared}) for own in flat]
+    common: dict[Keys, str] = {}
+    for path in flat[0]:
+        if path[0] in OWN or not all(path in leaves for leaves in texts):
+            continue
+        [(text, count)] = Counter(leaves[path] for leaves in texts).most_common(1)
+        if 2 * count > len(texts):
+            common[path] = text
+    shared = {path: json.loads(text) for path, text in common.items()}
+    rests = [
+        _nested({path: leaf for path, leaf in own.items() if common.get(path) != text[path]})
+        for own, text in zip(flat, texts, strict=True)
+    ]
     return _nested(shared), [
         {key: rest[key] for key in sorted(rest, key=lambda key: (_place(key), key))} for rest in rests
     ]
