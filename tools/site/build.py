@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from html import escape, unescape
 from pathlib import Path
 
 from figures import FIGURES
@@ -29,6 +30,9 @@ DOCS = ROOT / "docs"
 LINK = re.compile(r"(?P<open>!?\[(?P<text>[^\]]*)\])\((?P<path>[^)\s#:]+)(?P<fragment>#[^)\s]*)?\)")
 MARKER = re.compile(r"^<!-- figure: ([a-z-]+) -->$", re.MULTILINE)
 PLACE = '<div class="wc-figure" id="figure-{}"></div>'
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+LONG_CELL = 45
+"""Letters of a cell from which on its table is one of words."""
 COPIED = {".png", ".svg", ".csv", ".jsonl"}
 SHOWN = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml", ".ipynb": "python"}
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
@@ -103,15 +107,43 @@ def lead_links(text: str, origin: Path) -> str:
 
 
 def finish_page(page: str, path: Path, figures: dict[str, str]) -> str:
-    """Put figures into their places, and load KaTeX if the page has formulas."""
+    """Put figures into their places, name the cells of tables of words, and load KaTeX if the page has formulas."""
     for name, html in figures.items():
         page = page.replace(PLACE.format(name), html)
+    page = TABLE.sub(lambda found: name_cells(found[0]), page)
     if 'class="arithmatex"' not in page:
         return page
     folder = posixpath.relpath("assets/katex", path.parent.as_posix())
     style = f'<link rel="stylesheet" href="{folder}/katex.min.css">'
     scripts = [f'<script defer src="{folder}/{name}"></script>' for name in ("katex.min.js", "render.js")]
     return page.replace("</head>", "".join([style, *scripts, "</head>"]), 1)
+
+
+def name_cells(table: str) -> str:
+    """A table with long cells, in which each cell has the name of its column: a narrow screen shows a row as a list.
+
+    Example:
+        >>> name_cells("<table><thead><tr><th>you have</th></tr></thead><tr><td>short</td></tr></table>")
+        '<table><thead><tr><th>you have</th></tr></thead><tr><td>short</td></tr></table>'
+    """
+    names = [plain_text(name) for name in re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)]
+    cells = [plain_text(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", table, re.DOTALL)]
+    if len(names) < 2 or max(map(len, cells), default=0) < LONG_CELL:
+        return table
+
+    def name_row(row: re.Match[str]) -> str:
+        parts = re.split(r"(?=<td)", row[0])
+        named = [
+            part.replace("<td", f'<td data-label="{name}"', 1) for part, name in zip(parts[1:], names, strict=False)
+        ]
+        return "".join([parts[0], *named, *parts[1 + len(named) :]])
+
+    return re.sub(r"<tr>.*?</tr>", name_row, table, flags=re.DOTALL).replace("<table>", "<table data-stacked>", 1)
+
+
+def plain_text(html: str) -> str:
+    """The text of some HTML, fit for an attribute."""
+    return escape(unescape(re.sub(r"<[^>]+>", "", html)).strip())
 
 
 def find_target(origin: Path, link: str) -> Path | None:
