@@ -10,6 +10,7 @@ import pytest
 
 from lab.report.fake_runs import FakeMethod, write_comparison
 from lab.small import SETTINGS, record
+from wellcond.cli.experiments import describe_demo
 from wellcond.cli.main import main
 from wellcond.errors import WellcondError
 from wellcond.init.apply import METHODS
@@ -146,3 +147,13 @@ def test_a_run_that_fails_early_is_reported_beside_the_others(wellcond, tmp_path
     assert "no memory for so many heads" in rows["failed"]["reason"]
     build_report(tmp_path, pictures=False)
     assert "failed" in (tmp_path / "report/report.md").read_text()
+
+
+def test_the_demo_ends_in_plain_words_and_the_next_command():
+    scores = {"default(library=true)": 0.8, "default": 0.91, "conditioned": 0.93, "gaussian": 0.925, "calibrated": 0.97}
+    records = [{"status": "finished", "method": name, "test": {"accuracy": score}} for name, score in scores.items()]
+    records.append({"status": "diverged", "method": "tokens(embeddings=3, positions=50)", "test": None})
+    first, scale, control, following = describe_demo(records)
+    assert "know whether it helped" in first and following.endswith("--data FOLDER_OF_IMAGES")
+    assert "80.0 %" in scale and "91.0 %" in scale and scale.startswith("1. ")
+    assert "93.0 %" in control and "92.5 %" in control and control.startswith("2. ")  # no sentence without its numbers
