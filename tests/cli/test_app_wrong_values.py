@@ -117,24 +117,13 @@ def test_every_command_is_called():
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_calls_themselves_are_valid(check, name, monkeypatch):
+def test_a_call_is_valid_and_a_wrong_option_of_it_a_message(check, name):
+    """Each option of a command has one of the wrong values, and the next option another."""
     given, options = CALLS[name]
     check(name, *given.values(), *options)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_option_is_a_message(check, name):
-    """Each option of a command has one of the wrong values, and the next option another."""
     for at, (command, parameter) in enumerate(PARAMETERS):
         if command == name:
             check(*arguments_with(command, parameter, FEW[at % len(FEW)]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", PARAMETERS, ids="-".join)
-def test_each_wrong_value_of_an_option_is_a_message(check, option):
-    for value in FEW:
-        check(*arguments_with(*option, value))
 
 
 WRONG = ["abc", -1, float("nan"), 10**400, None, [[]]]

@@ -118,14 +118,6 @@ def test_report_rebuilds_the_same_bytes(compared, wellcond):
     assert len(before) > 10 and all(path.read_bytes() == content for path, content in before.items())
 
 
-def test_data_errors_end_a_comparison_at_once_and_name_the_file(fails, tmp_path):
-    table = tmp_path / "words.csv"
-    table.write_text("text,label\ngood,1\nbad,0\n")
-    columns = ["--data", table, "--input", "words", "--label", "label"]
-    told = fails("compare", "--recipe", "lra-text", *columns, "-o", tmp_path / "runs", "--jobs", 1)
-    assert "words.csv" in told and "words" in told and "text" in told
-
-
 def test_other_settings_in_the_same_comparison_are_refused(compared, fails):
     folder, *_ = compared
     before = (folder / "comparison.json").read_bytes()

@@ -17,22 +17,6 @@ QUICK = [
     "evaluation={every: {steps: 1}, batch_size: 500}",
     "tracking={weights_every: null, jacobian_points: 0}",
 ]
-OWN_MODEL = """
-import torch
-
-class Own(torch.nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.embed, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, num_classes)
-        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, images):
-        x = self.embed(images[:, 0])
-        return self.head((x + self.attention(x, x, x)[0]).mean(1))
-
-def build(num_classes=10, **_):
-    return Own(num_classes)
-"""
 
 
 def quick(*more):
@@ -74,17 +58,6 @@ def test_searched_values_are_used_by_all_and_shown(run, tmp_path):
         line.split("|")[1:4] for line in (tmp_path / "report/report.md").read_text().splitlines() if "0.00" in line
     ]
     assert [" mimetic ", " 1 ", " 0.003 "] in shown
-
-
-def test_a_model_of_ones_own_does_not_inherit_rates(run, tmp_path):
-    (tmp_path / "own.py").write_text(OWN_MODEL)
-    own = [f"model={{name: '{tmp_path}/own.py:build'}}", "proxy=null"]
-    chosen = ["--methods", "default,gaussian", "--trust-local-code", "--json", "--no-report"]
-    code, output = run("compare", "--recipe", "digits", *chosen, *quick(*own), "-o", tmp_path / "compared")
-    assert code == 0 and rates(tmp_path / "compared") == {"default": 1e-3, "gaussian": 1e-3}
-    printed = json.loads(output)
-    assert "are not used, since" in printed["rates"] and "model.name" in printed["rates"]
-    assert [row["lr"] for row in printed["runs"]] == [1e-3, 1e-3]
 
 
 @pytest.mark.parametrize(

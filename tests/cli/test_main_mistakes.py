@@ -28,9 +28,7 @@ HANG = 300
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("[]", "a mapping of settings; found '[]'"),
         ("{", "expected a config.json of transformers"),
-        ('{"model_type": "gpt2", "n_layer": 1, "n_head": 7}', "must be divisible by num_heads"),
         ('{"model_type": "gpt2", "n_layer": 1000000000}', "n_layer"),
     ],
 )
@@ -96,8 +94,6 @@ def test_fold_with_a_damaged_marker(run, tmp_path, damage):
     ("change", "words"),
     [
         ("optimizer.weight_decay=.nan", "optimizer.weight_decay: Input should be a finite number"),
-        ("model.arguments.depth=-1", "'depth': -1"),
-        ("training.workers=1000000000", "training.workers"),
         ("tracking.heads=[1000]", "tracking.heads: expected numbers from 0 to"),
         ("training.length={steps: 1000000000000}", "tracking.weights_every: expected at most"),
         ("model.weights=" + "x" * 300, "File name too long"),

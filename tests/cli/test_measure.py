@@ -263,15 +263,6 @@ def test_encoder_decoders_get_both_inputs(run):
     assert code == 0 and "EncDecAttention" in out
 
 
-def test_hugging_face_vision(run, tmp_path):
-    arguments = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    pairs = [
-        p for k, v in (arguments | {"image_size": 8, "patch_size": 4}).items() for p in ("--model-arg", f"{k}={v}")
-    ]
-    code, out = run("hf:vit", *pairs, "--data", "digits")
-    assert code == 0 and "2 heads of 1 attention layer;" in out
-
-
 def test_what_models_read():
     assert what_it_reads(nn.Linear(2, 2)).image == ()
     reads = what_it_reads(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=(32, 48), in_chans=1))
@@ -301,17 +292,6 @@ def test_conditioned_checkpoints_are_measured_with_their_correction(run, file, t
     found = json.loads(output.read_text())
     assert found["conditioning"]["method"] == "balanced" and "balanced" in html.read_text()
     assert found["layers"][0]["heads"][0]["weights"]["q"]["condition_number"] <= 1.5 + 1e-4
-
-
-def test_outputs_are_never_overwritten_by_accident(run, file, tmp_path):
-    output, html = tmp_path / "r.json", tmp_path / "r.html"
-    for path, option in ((output, "-o"), (html, "--html")):
-        path.write_text("precious")
-        code, out = run(f"{file}:vit", option, path)
-        assert "exists; give another name or --force" in code and path.read_text() == "precious" and not out
-    assert run(f"{file}:vit", "-o", output, "--html", html, "--force")[0] == 0
-    assert json.loads(output.read_text())["schema"] == 1 and html.read_text().startswith("<!DOCTYPE")
-    assert "and no folder" in run(f"{file}:vit", "-o", tmp_path)[0]
 
 
 def test_bad_options_say_what_to_do(run, file):

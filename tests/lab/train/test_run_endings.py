@@ -3,6 +3,7 @@
 import gc
 import json
 import resource
+import shutil
 import weakref
 
 import pytest
@@ -179,6 +180,16 @@ def test_data_workers_run_inside_the_pool(tmp_path):
     assert [kept["status"] for kept in outcome.records] == ["finished"] * 2
 
 
+def test_a_folder_deleted_during_its_run_is_an_error_and_is_not_made_again(tmp_path):
+    def observe(event):
+        if event["event"] == "saved" and event["step"] == 7:
+            shutil.rmtree(tmp_path / "run")
+
+    with pytest.raises(RunError, match="could not be written"):
+        run_job(small_job(tmp_path / "run"), observe)
+    assert not (tmp_path / "run").exists()
+
+
 def test_norms_of_projections_are_taken_before_clipping(tmp_path):
     whole, clipped = tmp_path / "whole", tmp_path / "clipped"
     run_job(small_job(whole, "conditioned", "training.log_every=1"))
@@ -203,12 +214,6 @@ def test_a_failed_resume_keeps_what_was_known(tmp_path, monkeypatch):
     assert kept["status"] == "failed" and kept["reason"] == "no data today"
     assert kept["final"] == known["final"] and kept["metric"] == known["metric"] and kept["progress"]["step"] == 8
     assert run_job(small_job(folder))["status"] == "finished"
-
-
-def test_a_loss_that_grows_too_far_ends_the_run_as_diverged(tmp_path):
-    ended = run_job(small_job(tmp_path / "run", "default", "optimizer.lr=30", "schedule={name: constant}"))
-    assert ended["status"] == "diverged"
-    assert "times the first" in ended["reason"] or "the loss is" in ended["reason"]
 
 
 def test_repeated_augmentation_reaches_the_training(tmp_path):
