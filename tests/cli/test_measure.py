@@ -177,24 +177,18 @@ def test_arrays(run, file, tmp_path):
 
 
 def test_arrays_that_do_not_fit(run, file, tmp_path):
-    def said(array, *more):
+    def said(array, name="vit"):
         np.save(tmp_path / "x.npy", array, allow_pickle=True)
-        return run(f"{file}:vit", "--data", tmp_path / "x.npy", *more)[0]
+        return run(f"{file}:{name}", "--data", tmp_path / "x.npy")[0]
 
-    assert "images as floats (samples, 1, 8, 8), found float32 (1, 3, 8, 8), on which" in said(np.zeros((1, 3, 8, 8)))
-    assert "found float32 (1, 8), on which" in said(np.zeros((8, 8)))
-    assert "expected images as floats" in said(np.zeros((1, 1, 8, 8), dtype=np.uint8))
-    assert "expected at least 2 samples" in said(np.zeros((1, 1, 8, 8)), "--samples", 2)
+    assert "(samples, 1, 8, 8), found float32 (1, 3, 8, 8)" in said(np.zeros((1, 3, 8, 8)))
+    assert "wellcond.measure(model, batch)" in said(np.zeros((1, 5, 9)), "layer")
     for array in (np.array([{"a": 1}], dtype=object), np.zeros((1, 1, 8, 8), dtype=complex), np.zeros(())):
         assert "pickles are not loaded" in said(array)
-    (tmp_path / "empty.npy").write_bytes(b"")
-    assert "expected floats or integers" in run(f"{file}:vit", "--data", tmp_path / "empty.npy")[0]
-    assert "which does not exist" in run(f"{file}:vit", "--data", tmp_path / "none.npy")[0]
-    np.save(tmp_path / "e.npy", np.zeros((1, 5, 9)))
-    told = run(f"{file}:layer", "--data", tmp_path / "e.npy")[0]
-    assert (
-        "found float32 (1, 5, 9), on which the forward pass fails" in told and "wellcond.measure(model, batch)" in told
-    )
+    missing = tmp_path / "missing.npy"
+    assert "which does not exist" in run(f"{file}:vit", "--data", missing)[0]
+    missing.write_bytes(b"")
+    assert str(missing) in run(f"{file}:vit", "--data", missing)[0]
 
 
 GPT2 = [
@@ -213,12 +207,7 @@ def test_text_models_read_random_ids_or_a_file(run, tmp_path):
     np.save(tmp_path / "ids.npy", np.array([[0, 40]]))
     expected = "integer token ids below 40 (samples, at most 16 tokens)"
     assert expected in run("hf:gpt2", *GPT2, "--data", tmp_path / "ids.npy")[0]
-    np.save(tmp_path / "e.npy", np.zeros((1, 4, 11)))
-    assert expected in run("hf:gpt2", *GPT2, "--data", tmp_path / "e.npy")[0]
-    for source in ("digits", tmp_path):
-        assert (
-            f"a model that reads images, found one that reads {expected}" in run("hf:gpt2", *GPT2, "--data", source)[0]
-        )
+    assert expected in run("hf:gpt2", *GPT2, "--data", "digits")[0]
     assert f"{expected}, found int64 (1, 32)" in run("hf:gpt2", *GPT2)[0]
 
 

@@ -77,26 +77,19 @@ def test_runs_without_them_keep_their_hash():
     assert config_hash(older) != config_hash(config)
 
 
-def test_heads_are_clipped_after_a_step_by_their_largest_logit():
+def test_settings_reach_what_acts_after_a_step():
+    """The numbers are those of tests/training/test_clip.py and test_cap.py."""
     torch.manual_seed(0)
-    model, images = tiny_vit(), torch.rand(4, 1, 8, 8)
-    layer, seen = model.blocks[0].attn, []
-    layer.qkv.register_forward_hook(lambda _module, _args, output: seen.append(output.detach()))
-    with torch.no_grad():
-        layer.qkv.weight.mul_(300.0)  # the log-sum-exp, by which the clip reads a fused kernel, is near large logits
-    settings = AdamW(lr=1e-30, qk_clip={"tau": 20.0, "alpha": 0.5})
+    model = tiny_vit()
+    settings = AdamW(lr=1e-30, qk_clip={"tau": 1e-6}, spectral_cap={"w_max": 0.01, "projections": "v"})
     optimizer = settings.build(model)
     settings.act_after_steps(model, optimizer)
     before = {role: find_attention(model)[0].slots[role].read().detach().clone() for role in "qkv"}
-    model(images).square().sum().backward()
+    model(torch.rand(4, 1, 8, 8)).square().sum().backward()
     optimizer.step()
-    q, k, _ = seen[0].unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    largest = (q @ k.mT).amax((0, 2, 3)) * layer.scale
-    gamma = (20.0 / largest.clamp_min(20.0)).sqrt()[:, None, None]
-    assert float(gamma.min()) < 0.9
     after = {role: find_attention(model)[0].slots[role].read() for role in "qkv"}
-    for role, factor in (("q", gamma), ("k", gamma), ("v", 1.0)):
-        torch.testing.assert_close(after[role], factor * before[role], rtol=1e-2, atol=1e-7)
+    assert all(after[role].norm() < 0.5 * before[role].norm() for role in "qk")
+    assert torch.linalg.matrix_norm(after["v"], 2).max() <= 0.01 * 1.01
 
 
 @pytest.mark.parametrize("text", RESUMED)

@@ -36,11 +36,6 @@ def test_text_and_mapping_give_the_same_method(text, canonical, fields):
     assert written.label == canonical and written.slug == again.slug
 
 
-def test_slugs_name_the_field_and_differ_by_value():
-    slugs = [m.slug for m in parse_methods("conditioned+set(optimizer.lr=0.01),conditioned+set(optimizer.lr=0.02)")]
-    assert slugs == ["conditioned-set-optimizer.lr-0.01", "conditioned-set-optimizer.lr-0.02"]
-
-
 def test_overrides_are_in_the_recipe_of_the_job_and_nowhere_else():
     recipe = make_recipe(schedule={"name": "cosine", "warmup": {"steps": 3}}, training={
         "length": {"steps": 9}, "batch_size": 4, "averaging": {"decay": 0.5}})  # fmt: skip

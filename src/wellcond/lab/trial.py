@@ -31,6 +31,8 @@ TUNING_SEEDS = (1000,)
 SEEDS = 5
 FEWEST, MOST = 150, 1000
 """Updates of a run: fewer seldom leave chance; more are another experiment."""
+EVALUATIONS = 5
+"""Of a run: before it, and after each quarter."""
 SET_UP = 15.0
 """Seconds that a process takes before it trains."""
 KIND, NAME = "wellcond-try", "try.json"
@@ -159,23 +161,22 @@ def with_updates(parts: OwnParts, updates: int) -> Any:
 def find_budget(folder: Path, job: Job, num_methods: int, workers: int, minutes: float, seeds: int | None) -> Budget:
     """The budget that the folder has, with other seeds if they are asked for, or a new one."""
     path = folder / NAME
+    each_tries = len(RATES) * len(TUNING_SEEDS)
     if path.is_file():
         stored = read_record(path, KIND)
         updates, each, evaluation = stored["updates"], stored["seconds_per_update"], stored["seconds_per_evaluation"]
         count = seeds or stored["seeds"]
     else:
         each, evaluation = time_updates(job)
-        count = seeds or SEEDS
-        runs = num_methods * (len(RATES) * len(TUNING_SEEDS) + count)
-        of_run = (60 * minutes * workers - SET_UP * workers) / runs - 5 * evaluation
-        updates = int(of_run / each)
-        if updates < FEWEST and seeds is None:
-            count = FEWEST_SEEDS
-            runs = num_methods * (len(RATES) * len(TUNING_SEEDS) + count)
-            updates = int(((60 * minutes * workers - SET_UP * workers) / runs - 5 * evaluation) / each)
-        updates = min(MOST, max(FEWEST, updates // 10 * 10))
-    runs = num_methods * (len(RATES) * len(TUNING_SEEDS) + count)
-    expected = (runs * (updates * each + 5 * evaluation) / workers + SET_UP) / 60
+
+        def fitting(count: int) -> int:
+            of_run = (60 * minutes - SET_UP) * workers / (num_methods * (each_tries + count))
+            return int((of_run - EVALUATIONS * evaluation) / each)
+
+        count = seeds or (SEEDS if fitting(SEEDS) >= FEWEST else FEWEST_SEEDS)
+        updates = min(MOST, max(FEWEST, fitting(count) // 10 * 10))
+    runs = num_methods * (each_tries + count)
+    expected = (runs * (updates * each + EVALUATIONS * evaluation) / workers + SET_UP) / 60
     if not path.is_file() and is_rank_zero():
         folder.mkdir(parents=True, exist_ok=True)
         record = {"schema": 1, "kind": KIND, "updates": updates, "seeds": count, "seconds_per_update": each}

@@ -24,7 +24,7 @@ from wellcond.lab.data.base import fingerprint
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import is_local_code
 from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
-from wellcond.lab.records import COMPLETE, SCHEMA
+from wellcond.lab.records import COMPLETE, SCHEMA, leaves_of
 from wellcond.lab.tasks.base import AbstractTask
 from wellcond.lab.train.engine import Engine, Event, Observer
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory
@@ -283,16 +283,10 @@ def tracker_options(
     }
 
 
-def flat_settings(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by their path, such as ``optimizer.lr``, in the kinds of values that every tracker takes."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        path = f"{above}{key}"
-        if isinstance(value, Mapping):
-            flat |= flat_settings(value, f"{path}.")
-        else:
-            flat[path] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flat
+    found = {".".join(path): value for path, value in leaves_of(settings) if not isinstance(value, Mapping)}
+    return {path: value if isinstance(value, (bool, int, float, str)) else str(value) for path, value in found.items()}
 
 
 PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", "torchvision", "transformers")
