@@ -52,64 +52,24 @@ def test_text_gives_the_method(text, expected):
     assert method.label == text.strip()
 
 
-INIT_OPTIONS = st.fixed_dictionaries(
+FIELDS = [
     {},
-    optional={
-        "orthogonal": st.sampled_from(["svd", "qr"]),
-        "value_scale": st.floats(allow_nan=False, allow_infinity=False, width=32),
-        "projections": st.sampled_from(["q", "kv"]),
-        "output": st.one_of(st.booleans(), st.sampled_from(["identity", "orthogonal"])),
-        "match_norm": st.booleans(),
-        "tokens": st.integers(2, 10**6),
-    },
-)
-TEACHER_OPTIONS = st.fixed_dictionaries(
-    {"teacher": st.just("it's, large")},
-    optional={"exclude": st.lists(st.sampled_from(["head", "blocks.0"]), max_size=2)},
-)
-CONDITIONS = st.one_of(
-    st.tuples(st.none(), st.just({})),
-    st.tuples(
-        st.just("identity"),
-        st.fixed_dictionaries(
-            {},
-            optional={
-                "lam": st.one_of(
-                    st.floats(-1e9, 1e9), st.integers(0, 10), st.dictionaries(st.sampled_from("qkv"), st.floats(0, 1e9))
-                ),
-                "layout": st.sampled_from(["joint", "per_head"]),
-            },
-        ),
-    ),
-    st.tuples(
-        st.just("balanced"),
-        st.fixed_dictionaries({}, optional={"target": st.floats(1, 1e6), "frozen": st.booleans()}),
-    ),
-)
+    {"init": "gaussian", "sites": "blocks.*"},
+    {"init": "conditioned", "init_options": {"orthogonal": "qr", "value_scale": 1.1754943508222875e-38}},
+    {"init": "conditioned", "init_options": {"output": "identity", "tokens": 10**6}, "sites": "[ab], c=d"},
+    {"init": "weight_selection", "init_options": {"teacher": "it's, large", "exclude": ["head", "blocks.0"]}},
+    {"init": "weight_selection", "init_options": {"teacher": "a", "exclude": []}, "sites": 'a "quoted" name'},
+    {"condition": "identity", "condition_options": {"lam": {"q": 1, "v": 2.5}, "layout": "per_head"}},
+    {"condition": "identity", "condition_options": {"lam": -1e9}, "projections": "kv", "tokens": {"positions": 25}},
+    {"init": "conditioned", "condition": "balanced", "condition_options": {"target": 1.5, "frozen": False}},
+    {"tokens": {"embeddings": 1e-3, "positions": 1e6}},
+    {"tokens": {"embeddings": 3}, "sites": "blocks.*", "condition": "balanced"},
+]
 
 
-@given(
-    init=st.one_of(
-        st.tuples(st.just("conditioned"), INIT_OPTIONS),
-        st.tuples(st.just("weight_selection"), TEACHER_OPTIONS),
-        st.just(("default", {})),
-        st.just(("gaussian", {})),
-    ),
-    condition=CONDITIONS,
-    projections=st.sampled_from(["qkv", "q", "kv"]),
-    sites=st.sampled_from(["*", "blocks.*", "[ab], c=d", 'a "quoted" name']),
-    tokens=st.dictionaries(st.sampled_from(["embeddings", "positions"]), st.floats(1e-3, 1e6)),
-)
-def test_canonical_text_gives_the_same_method(init, condition, projections, sites, tokens):
-    method = MethodSettings(
-        sites=sites,
-        tokens=tokens,
-        init=init[0],
-        init_options=init[1],
-        condition=condition[0],
-        condition_options=condition[1],
-        projections=projections if condition[0] else "qkv",
-    )
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+def test_canonical_text_gives_the_same_method(fields):
+    method = MethodSettings(**fields)
     again = parse(method.canonical())
     assert again.model_dump(mode="json") == method.model_dump(mode="json")
     assert again.canonical() == method.canonical() == method.label

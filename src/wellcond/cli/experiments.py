@@ -274,8 +274,7 @@ def train(
         raise cli.OptionError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")
     chosen = loaded.at_tuned(asked[0])
     place = folder or choose_folder(parts) / chosen.slug / f"seed{seed}"
-    trusted = trust_local_code or parts.trusted
-    job = Job(loaded, chosen, seed, place, base=parts.base, cpu=cpu, local_code=trusted, user_code=parts.code)
+    job = Job(loaded, chosen, seed, place, **parts.job_options(cpu=cpu, local_code=trust_local_code))
     watch.say(f"{chosen.label}: {describe_rate(loaded, asked[0])}")
     with training_in(place):
         outcome = run_watched([job], 1, quiet=quiet or json, ranks=cli.read_ranks(gpus_per_run))

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,7 +29,7 @@ from wellcond.lab.report.page import build_report
 from wellcond.lab.report.statistics import compare_paired, describe_power
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunFolder
-from wellcond.lab.user_code import UserCode, name_of
+from wellcond.lab.user_code import name_of
 
 if TYPE_CHECKING:
     import pandas
@@ -240,7 +240,7 @@ def compare(
     watch = watch or LineWatch()
     parts = join_parts(recipe, scale, settings, model, data, dict(data_options or {}), files, watch.say)
     chosen = parts.recipe
-    asked, code = read_methods(chosen if methods is None else methods, parts)
+    asked, parts = read_methods(chosen if methods is None else methods, parts)
     if parts.from_parts and asked and chosen.baseline not in [method.label for method in asked]:
         chosen = chosen.model_copy(update={"baseline": asked[0].label})
     grid = {name: tuple(sorted(values)) for name, values in (tune or {}).items()}
@@ -248,8 +248,8 @@ def compare(
     place = Path(folder) if folder is not None else choose_folder(parts, ending)
     numbers = _read_seeds(seeds, 0) if seeds is not None else chosen.seeds
     search_seeds = _read_seeds(tuning_seeds, FIRST_TUNING_SEED)
-    options = {"base": parts.base, "cpu": cpu, "local_code": local_code or parts.trusted, "user_code": code}
-    if (at_once != 1 or ranks > 1) and ray is None and (obstacle := code.find_obstacle()):
+    options = parts.job_options(cpu=cpu, local_code=local_code)
+    if (at_once != 1 or ranks > 1) and ray is None and (obstacle := parts.code.find_obstacle()):
         if ranks > 1:
             raise OptionError(f"{ranks} processes a run: {obstacle}; define it in a file")
         if at_once is not None:
@@ -366,18 +366,18 @@ def foresee_power(recipe: Recipe, metric: Any, scores: Mapping[str, Mapping[int,
     return describe_power(metric, paired, num_seeds)
 
 
-def read_methods(given: Any, parts: OwnParts) -> tuple[tuple[MethodSettings, ...], UserCode]:
-    """Methods as text, settings or functions; and the user's code that they need."""
+def read_methods(given: Any, parts: OwnParts) -> tuple[tuple[MethodSettings, ...], OwnParts]:
+    """Methods as text, settings or functions; and the parts with the functions among the user's code."""
     if isinstance(given, Recipe):
-        return given.methods, parts.code
+        return given.methods, parts
     if isinstance(given, str):
-        return parse_methods(given), parts.code
+        return parse_methods(given), parts
     functions: dict[str, Callable[..., Any]] = {}
     for one in given:
         if callable(one) and not isinstance(one, (str, MethodSettings)):
             functions[name_of(one, functions)] = one
-    code = UserCode(parts.code.files, parts.code.models, functions, parts.code.data)
-    code.install()
+    parts = replace(parts, code=replace(parts.code, methods=functions))
+    parts.code.install()
     methods: list[MethodSettings] = []
     for one in given:
         if isinstance(one, str):
@@ -385,7 +385,7 @@ def read_methods(given: Any, parts: OwnParts) -> tuple[tuple[MethodSettings, ...
         else:
             methods.append(one if isinstance(one, MethodSettings) else MethodSettings.model_validate(name_of(one)))
     check_distinct(methods)
-    return tuple(methods), code
+    return tuple(methods), parts
 
 
 def _read_seeds(given: int | Sequence[int], first: int) -> tuple[int, ...]:

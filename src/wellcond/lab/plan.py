@@ -19,7 +19,7 @@ from wellcond.errors import FairnessWarning, OptionError, RecipeError, RunError
 from wellcond.lab.data.base import Data, SourceConfig
 from wellcond.lab.data.own import ObjectConfig, held_data, source_of
 from wellcond.lab.methods import MethodSettings, check_distinct
-from wellcond.lab.models.build import is_local_code
+from wellcond.lab.models.build import is_local_code, load_function, read_hf_config
 from wellcond.lab.recipe import Recipe, config_hash, load_recipe, override_recipe, recipe_from
 from wellcond.lab.records import SCHEMA
 from wellcond.lab.settings import Interval, merge
@@ -304,6 +304,11 @@ class OwnParts:
         model = bool(self.model) or not is_local_code(self.recipe.model.name)
         return model and (bool(self.data) or not self.recipe.data.local_code)
 
+    def job_options(self, *, cpu: bool, local_code: bool = False) -> dict[str, Any]:
+        """What every job needs besides recipe, method and seed."""
+        allowed = local_code or self.trusted
+        return {"base": self.base, "cpu": cpu, "local_code": allowed, "user_code": self.code}
+
 
 def join_parts(
     recipe: str | Path | Recipe | None,
@@ -461,8 +466,6 @@ def native_size(model: str | Callable[..., Any], arguments: dict[str, Any]) -> i
 
         folder = Path(rest)
         if folder.is_dir():
-            from wellcond.lab.models.build import read_hf_config
-
             config = read_hf_config(folder)
         elif rest in transformers.CONFIG_MAPPING:
             config = transformers.AutoConfig.for_model(rest)
@@ -471,8 +474,6 @@ def native_size(model: str | Callable[..., Any], arguments: dict[str, Any]) -> i
         size = getattr(config, "image_size", None)
         return int(size) if isinstance(size, int) else None
     if ".py:" in model:
-        from wellcond.lab.models.build import load_function
-
         return _default_size(load_function(model))
     return None
 

@@ -108,14 +108,14 @@ def try_(
         raise OptionError(f"minutes: expected a positive number, found {minutes}", found=minutes)
     watch = watch or LineWatch()
     parts = join_parts(None, None, settings, model, data, dict(data_options or {}), files, watch.say)
-    chosen, code = read_methods(methods, parts)
+    chosen, parts = read_methods(methods, parts)
     if len(chosen) < 2:
         raise OptionError("methods: expected a baseline and at least one other method", found=methods)
-    options: dict[str, Any] = {"base": parts.base, "cpu": cpu, "local_code": parts.trusted, "user_code": code}
+    options = parts.job_options(cpu=cpu)
     place = Path(folder) if folder is not None else choose_folder(parts, "-try")
     job = Job(parts.recipe, chosen[0], 0, place, **options)
     workers = choose_workers(at_once, job)
-    if code.find_obstacle():
+    if parts.code.find_obstacle():
         workers = at_once = 1
     budget = find_budget(place, job, len(chosen), workers, minutes, seeds)
     watch.say(
