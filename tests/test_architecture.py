@@ -194,7 +194,8 @@ import torch
 import wellcond as wc
 import wellcond.lab
 from wellcond.cli.main import main
-from wellcond.conditioning.checkpoint import load_weights, read_state_dict, save_weights
+from wellcond.conditioning.checkpoint import save_weights
+from wellcond.lab.models.weights import load_weights, read_state_dict
 from wellcond.lab.models.build import build_model
 
 torch.manual_seed(0)

@@ -3,12 +3,10 @@
 import threading
 
 import pytest
-import timm
 import torch
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
 
 import wellcond as wc
 from conditioning.test_corrections import vit
@@ -75,29 +73,6 @@ def test_outside_a_forward_the_weight_is_the_parameter():
     layer.weight = nn.Parameter(torch.zeros(72, 24))
     assert model.get_parameter(name) is layer.weight is not parameter
     assert torch.equal(effective_weight(layer, "weight"), torch.zeros(72, 24))
-
-
-def test_initialisation_routines_of_libraries_act_on_the_stored_weights():
-    model = wc.condition_(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32), "balanced")
-    before = qkv_of(model).weight.detach().clone()
-    torch.manual_seed(5)
-    model.init_weights()
-    assert not torch.equal(qkv_of(model).weight, before)
-    qkv_of(model).reset_parameters()
-
-    config = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    bert = wc.condition_(BertModel(config), "polar")
-    query = bert.encoder.layer[0].attention.self.query
-    with torch.no_grad():
-        query.weight.fill_(7.0)
-    bert._init_weights(query)
-    assert query.weight.abs().max() < 1
-
-    attention = wc.condition_(nn.MultiheadAttention(8, 2), "polar")
-    with torch.no_grad():
-        attention.in_proj_weight.zero_()
-    attention._reset_parameters()
-    assert attention.in_proj_weight.abs().max() > 0
 
 
 @pytest.mark.parametrize(
@@ -259,30 +234,3 @@ def test_parameters_that_share_memory_are_refused():
         size = layer.weight.numel()
         layer.weight = nn.Parameter(flat[number * size : (number + 1) * size].view_as(layer.weight))
     wc.condition_(model, "balanced")
-
-
-def gpt2():
-    return GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=3, n_layer=2, vocab_size=11, n_positions=16))
-
-
-def vit_of_transformers():
-    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
-    return ViTModel(ViTConfig(image_size=16, patch_size=8, **sizes))
-
-
-@pytest.mark.parametrize(
-    "build, inputs, options",
-    [
-        (gpt2, {"input_ids": torch.tensor([[1, 2, 3]])}, {}),
-        (vit_of_transformers, {"pixel_values": X}, {"frozen": True}),
-    ],
-    ids=["gpt2", "vit"],
-)
-def test_save_pretrained_writes_what_a_plain_model_needs(build, inputs, options, tmp_path):
-    model = wc.condition_(build().eval(), "polar", **options)
-    output = model(**inputs)[0]
-    model.save_pretrained(tmp_path)
-    plain, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"] and type(plain).__name__ == type(model).__name__
-    torch.testing.assert_close(plain.eval()(**inputs)[0], output, rtol=1e-4, atol=1e-5)
-    assert type(wc.fold_(model)).save_pretrained is type(plain).save_pretrained and "save_pretrained" not in vars(model)

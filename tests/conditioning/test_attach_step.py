@@ -80,16 +80,6 @@ def test_layers_of_one_shape_are_one_batch():
     assert extra(12) - extra(6) <= 2 * 6
 
 
-@pytest.mark.parametrize("method, options", METHODS)
-def test_evaluation_never_waits(method, options):
-    model = wc.condition_(vit(), method, **options).eval()
-    model(images()[0])
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode(), Count() as counted:
-            model(images()[0])
-        assert_never_waits(counted.names)
-
-
 @pytest.mark.parametrize(
     "method, options", [pytest.param(*one, marks=() if one[0] == "balanced" else pytest.mark.slow) for one in METHODS]
 )
@@ -113,24 +103,6 @@ def test_a_compiled_step_is_one_graph_that_never_waits_and_trains_like_an_eager_
     names = sum(graphs, Counter())
     assert not [name for name in names if "wellcond" in name or any(part in name for part in DECOMPOSITIONS)]
     assert not [name for name in names if set(name.split(".")) & WAITS]
-
-
-@pytest.mark.slow
-def test_a_compiled_graph_batches_the_layers_too():
-    def size(depth, method):
-        torch._dynamo.reset()
-        sizes = []
-
-        def look(graph, inputs):
-            sizes.append(sum(node.op == "call_function" for node in graph.graph.nodes))
-            return make_boxed_func(graph.forward)
-
-        model = vit(depth) if method is None else wc.condition_(vit(depth), method)
-        torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=look), fullgraph=True)(images()[0])
-        return sizes[0]
-
-    extra = {depth: size(depth, "balanced") - size(depth, None) for depth in (1, 2)}
-    assert extra[2] - extra[1] <= 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -1,7 +1,5 @@
 """torch.compile and mixed precision, each in the real thing; for several processes see tests/distributed."""
 
-import shutil
-
 import pytest
 import torch
 from torch import nn
@@ -33,18 +31,6 @@ def twins(method, options):
     other = vit()
     other.load_state_dict(model.state_dict())
     return wc.condition_(model, method, **options), wc.condition_(other, method, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # inductor's own
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor():
-    eager, other = twins("balanced", {})
-    compiled = torch.compile(other, fullgraph=True)
-    assert train(compiled, 3) == pytest.approx(train(eager, 3), rel=1e-4)
-    wc.fold_(other)
-    torch._dynamo.reset()
-    torch.testing.assert_close(other(X), eager(X), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -7,11 +7,10 @@ import timm
 import torch
 
 import wellcond as wc
-from integrations.trainer_runs import bert, gpt2, inputs, make_trainer
-from wellcond.integrations.transformers import prepare
+from integrations.trainer_runs import bert, gpt2, inputs
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
-from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
 
 CONDITIONS = [("balanced", {}), ("identity", {"lam": 0.5}), ("polar", {"frozen": True})]
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -142,27 +141,3 @@ def test_an_adapter_hides_the_weights_from_measuring(name):
         wc.measure(model, arguments)
     merged = model.merge_and_unload()
     assert wc.measure(merged, arguments if name != "timm" else IMAGES).layers
-
-
-def test_an_adapter_loads_on_the_folded_base(tmp_path):
-    base, config, arguments = make("bert")
-    wc.fold_(base)
-    base.save_pretrained(tmp_path / "base")
-    model = get_peft_model(base, config)
-    train(model, arguments)
-    model.save_pretrained(tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(type(base).from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    torch.testing.assert_close(run(loaded, arguments), run(model, arguments), **CLOSE)
-
-
-def test_in_the_real_trainer(tmp_path):
-    torch.manual_seed(0)
-    base = wc.fold_(prepare(gpt2(), init="conditioned", condition="balanced"))
-    _, targets, arguments = CASES["gpt2"]
-    model = get_peft_model(base, LoraConfig(r=2, task_type="CAUSAL_LM", **targets))
-    trainer = make_trainer(model, "gpt2", tmp_path, save_strategy="steps", save_steps=2)
-    trainer.train()
-    assert (tmp_path / "checkpoint-4" / "adapter_model.safetensors").exists()
-    trained = run(model, arguments)
-    merged = model.merge_and_unload()
-    torch.testing.assert_close(run(merged, arguments), trained, **CLOSE)

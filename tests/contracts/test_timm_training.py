@@ -150,20 +150,3 @@ def test_the_command_folds_a_file_of_the_train_script(images, tmp_path):
         loaded = timm.create_model(NAME, checkpoint_path=str(output), **SMALL).eval()
         torch.testing.assert_close(loaded(X), model(X), rtol=0, atol=1e-5)
     assert not torch.allclose(run.model(X), run.ema(X), atol=1e-5)
-
-
-def test_the_average_is_of_raw_weights():
-    start = wc.condition_(plain_model(), "balanced")
-    average = ModelEmaV3(start, decay=0.5)
-    before = start.blocks[0].attn.qkv._parameters["weight"].detach().clone()
-    with torch.no_grad():
-        start.blocks[0].attn.qkv._parameters["weight"].mul_(3.0)
-    average.update(start)
-    averaged = average.module.blocks[0].attn.qkv._parameters["weight"]
-    torch.testing.assert_close(averaged, 2.0 * before)
-    # The correction follows the average: the effective weight is that of the averaged raw weight.
-    alone = plain_model()
-    alone.load_state_dict({k: v for k, v in average.module.state_dict().items() if not k.startswith("wellcond")})
-    torch.testing.assert_close(wc.condition_(alone, "balanced").eval()(X), average.module.eval()(X))
-    marker = [key for key in average.module.state_dict() if key.startswith("wellcond")]
-    assert torch.equal(average.module.state_dict()[marker[0]], start.state_dict()[marker[0]])

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 import wellcond as wc
 from lab.small import small_job, stop_after
-from wellcond.conditioning.checkpoint import read_state_dict
 from wellcond.errors import ModelSpecError, RunError, WeightError
 from wellcond.lab.models.build import build_model
+from wellcond.lab.models.weights import read_state_dict
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import read_checkpoint, read_tensors, save_checkpoint
 

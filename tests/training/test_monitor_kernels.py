@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import wellcond as wc
+from attention.modern import TwoStreams
 from training.test_monitor import IMAGES, loss_of, read_once, vit
 
 
@@ -226,3 +227,13 @@ def test_flex_attention_is_not_seen_and_not_disturbed():
     assert torch.equal(seen[0], expected)
     assert frame[["max_logit", "entropy", "q_norm"]].isna().all().all() and frame["kappa_q"].notna().all()
     assert "flex_attention" in monitor.not_seen[""]["max_logit"]
+
+
+@pytest.mark.parametrize("name", ["", "attn"])
+def test_the_second_stream_of_an_attention_layer_is_said_to_be_one(name):
+    model = nn.ModuleDict({name: TwoStreams()}) if name else TwoStreams()
+    batch = torch.randn(1, 5, 32), torch.randn(1, 4, 24)
+    frame, monitor = read_once(model, lambda _: (model[name] if name else model)(*batch)[0].sum().backward())
+    first, second = monitor.sites
+    assert "max_logit" not in monitor.not_seen.get(first.name, {})
+    assert "second stream" in monitor.not_seen[second.name]["max_logit"]

@@ -26,20 +26,11 @@ Chosen = Sequence[AttentionSite | str] | AttentionSite | str
 
 
 def choose_sites(model: nn.Module, sites: Chosen | None, *, scan: Scan | None = None) -> list[AttentionSite]:
-    """The sites asked for, or all of the model's.
+    """The sites asked for, or all of the model's; with a `scan` of the model it is not searched again.
 
     A text is a path (all attention layers in or under it) or a pattern of paths, in which ``*`` stands for anything.
 
-    Args:
-        model: the model.
-        sites: what was asked for; None for all sites.
-        scan: of the same model, if the caller has one: the model is then not searched again.
-
-    Raises:
-        ValueError: a site belongs to another model, or none is given.
-        SiteNotFoundError: no attention layer has such a path.
-        UnsupportedLayoutError: an attention layer with such a path is not understood.
-        TypeError: something else than sites and texts.
+    Raises: ValueError, TypeError, SiteNotFoundError, UnsupportedLayoutError.
     """
     check_model(model)
     if sites is None:
@@ -111,13 +102,10 @@ def check_writable(
     *,
     conditioned_too: bool = False,
 ) -> None:
-    """Refuse parameters that must not, or cannot, be rewritten; nothing is changed.
+    """Refuse parameters that must not, or cannot, be rewritten; conditioned ones unless `conditioned_too`.
 
-    Conditioned weights are refused unless `conditioned_too`.
-
-    Raises:
-        WeightError: a parameter on the meta device, quantised, frozen, or tied to something that is not rewritten.
-        ConditioningError: a conditioned weight.
+    Raises: WeightError (on the meta device, quantised, frozen, tied to something that is not rewritten),
+        ConditioningError.
     """
     chosen = [(site, role, site.slots[role]) for site in sites for role in projections if role in site.slots]
     for site, role, slot in chosen:

@@ -1,8 +1,7 @@
 r"""What an attention kernel got and computed, for every kernel that torch can name.
 
-    eager            matrix products and a softmax: operands, logits and probabilities are seen
-    SDPA             `scaled_dot_product_attention`: its arguments; in the plain backend also products and softmax, in a
-                     fused one the log-sum-exp (LSE) of every row, if it returns it
+    eager            matrix products and a softmax
+    SDPA             `scaled_dot_product_attention`: the same in the plain backend, else the arguments of a fused one
     flex_attention   a higher-order operator: q, k, v, score_mod and the mask of its arguments
     others           operators of flash-attn, xformers and anybody's own, by arguments named q, k, v or query, key and
                      value, else by their first three tensors
@@ -23,10 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
-from wellcond.private import LightDispatchMode, higher_order_name, operator_arguments, return_names
+from wellcond.private import LightDispatchMode, higher_order_name, operator_arguments
 
 TORCH_OPERATORS = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "symm_mem")
 NAMES = (("query", "q"), ("key", "k"), ("value", "v"))
@@ -35,7 +32,6 @@ CAUSAL = ("is_causal", "causal")
 MASKS = ("attn_mask", "attn_bias", "mask", "bias")
 SEQUENCES = (("cu_seqlens_q", "cu_seq_q"), ("cu_seqlens_k", "cu_seq_k"))
 """Where each of the sequences begins that follow each other in one."""
-SDPA = "scaled_dot_product_attention"
 
 GONE = 745.2
 """exp(-745.2) is the smallest positive number of float64: a key that far below the largest one has no probability."""
@@ -81,12 +77,9 @@ class AttentionStatistics:
 
 
 def map_statistics(p: Tensor, visible: Tensor, own: Tensor | None) -> AttentionStatistics:
-    """Statistics of one attention map, all its rows taken together.
+    """Statistics of one attention map with probabilities p (..., keys), all its rows taken together.
 
-    Args:
-        p: probabilities (..., keys).
-        visible: how many keys each row may see.
-        own: the probability of each row's own token; None under cross attention.
+    `visible` says how many keys each row may see, `own` the probability of its own token (None under cross attention).
     """
     own = None if own is None else own.flatten()[None]
     return statistics_of_maps(p.flatten(0, -2)[None], visible.flatten()[None], own)[0]
@@ -127,14 +120,8 @@ class KernelCall:
     bias: Tensor | None = None
     """What is added to the logits; it may hold -inf."""
     score_mod: Callable[..., Tensor] | None = None
-    lse: Tensor | None = None
-    """Log-sum-exp of every row of logits, (..., H, N), where the kernel returns it."""
     why_no_logits: str = ""
     """Why the logits cannot be computed from the arguments; empty if they can."""
-
-    def copy(self) -> KernelCall:
-        """The same with copies of queries, keys and values, which later writes cannot reach."""
-        return replace(self, q=self.q.detach().clone(), k=self.k.detach().clone(), v=self.v.detach().clone())
 
     def logits(self) -> Tensor:
         """Computed again from the arguments, in float32 or better, (..., H, N, M)."""
@@ -189,12 +176,7 @@ def read_call(
 ) -> KernelCall | None:
     """What an operator got, if it is an attention kernel; None if nothing says so.
 
-    Args:
-        operator: what a dispatch mode is called with.
-        args: positional arguments.
-        kwargs: arguments by name.
-        result: what it returned.
-        scale: of the logits, where the attention layer has one and the operator is given none.
+    `scale` is that of the attention layer, where the operator is given none.
     """
     name = higher_order_name(operator)
     if name is not None:
@@ -214,29 +196,10 @@ def read_call(
     if q.is_nested:
         return replace(call, why_no_logits="its tensors are nested")
     if operator.namespace == "aten" and operator.overloadpacket.__name__.startswith("_scaled_dot_product"):
-        lse = log_sum_exp(dict(zip(return_names(operator), returned, strict=False)), q)
-        return replace(_as_sdpa(call, given), lse=lse)
+        scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+        return replace(_masked_causally(call, given, from_end=False), scale=scale)
     proven = _proven(call, given, returned, scale)
     return proven if named or not proven.why_no_logits else None
-
-
-def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelCall:
-    """What `scaled_dot_product_attention` was called with."""
-    given = sdpa_arguments(args, kwargs)
-    q = given["query"]
-    return _as_sdpa(KernelCall(SDPA, q, given["key"], given["value"], **_options(given)), given)
-
-
-def sdpa_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `scaled_dot_product_attention` by name."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _as_sdpa(call: KernelCall, given: dict[str, Any]) -> KernelCall:
-    """The call with the causal mask and the scale that `scaled_dot_product_attention` documents."""
-    scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
-    return replace(_masked_causally(call, given, from_end=False), scale=scale)
 
 
 def _is_fused_attention(operator: Any) -> bool:
@@ -313,29 +276,19 @@ def _masked_causally(call: KernelCall, given: dict[str, Any], *, from_end: bool)
     return replace(call, visible=visible if call.visible is None else call.visible & visible)
 
 
-def log_sum_exp(returned: dict[str, Any], q: Tensor) -> Tensor | None:
-    """The log-sum-exp of every row among what a kernel of torch returned, by name."""
-    found = returned.get("logsumexp", returned.get("log_sumexp"))
-    return None if found is None or found.dim() != q.dim() - 1 else found[..., : q.shape[-2]]  # it may be padded
-
-
 def _proven(call: KernelCall, given: dict[str, Any], returned: Any, scale: float | None) -> KernelCall:
     """The reading of an unknown kernel's arguments under which softmax attention puts out what it put out."""
-    tensors = [one for one in returned if isinstance(one, Tensor)]
-    found: list[KernelCall] = []
-    agreed: list[Tensor] = []
-    for reading in _readings(call, given, scale) if tensors else ():
+    out = next((one for one in returned if isinstance(one, Tensor)), None)
+    found: list[tuple[KernelCall, Tensor]] = []
+    for reading in _readings(call, given, scale) if out is not None else ():
         with contextlib.suppress(RuntimeError):  # shapes that do not fit: another reading may
             logits = reading.logits()
             mine = reading.output(logits)
-            if any(_agrees(mine, out) for out in _as_heads(tensors[0], mine)):
-                if any(logits.shape == other.shape and torch.equal(logits, other) for other in agreed):
-                    continue  # a causal mask on one token
-                lse = logits.logsumexp(-1)
-                found.append(replace(reading, lse=next((one for one in tensors[1:] if _agrees(lse, one)), None)))
-                agreed.append(logits)
+            known = any(logits.shape == other.shape and torch.equal(logits, other) for _, other in found)
+            if not known and any(_agrees(mine, one) for one in _as_heads(out, mine)):  # known: causal on one token
+                found.append((reading, logits))
     if len(found) == 1:
-        return found[0]
+        return found[0][0]
     what = "several readings of its arguments give" if found else "softmax(s q k^T) v of its arguments is not"
     return replace(call, scale=None, visible=None, bias=None, why_no_logits=f"{what} what it puts out")
 
@@ -381,24 +334,17 @@ def as_batch(matrix: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class KernelTrace:
-    """What was seen of the kernels of one attention layer.
-
-    Products and softmaxes are None where nobody asked for them.
-    """
+    """What was seen of the kernels of one attention layer; products and softmaxes are None where nobody asked."""
 
     products: list[tuple[Tensor, Tensor]] | None = None
     softmaxes: list[tuple[Tensor, Tensor]] | None = None
-    """Logits and probabilities."""
-    calls: list[KernelCall] = field(default_factory=list)
-    """Fused kernels."""
-    evaluate: bool = True
-    """Whether logits and probabilities of fused kernels are computed again."""
+    """Logits and probabilities; those of fused kernels are computed again."""
+    masks: list[Tensor | None] = field(default_factory=list)
+    """Of fused kernels, see `KernelCall.mask`."""
     scale: float | None = None
     """Of the attention layer."""
     operators: tuple[str, ...] = ()
     """Operators outside torch's own set, and higher-order ones, of which no logits are known."""
-    sdpa: bool = False
-    """Whether the call of `scaled_dot_product_attention` that is running is already among the calls."""
 
     def see(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note one operator."""
@@ -407,7 +353,7 @@ class KernelTrace:
             hidden = str(operator.overloadpacket)
         call = read_call(operator, args, kwargs, result, self.scale)
         if call is not None:
-            self.add(call)
+            self._add(call)
         elif hidden is None:
             self._multiply(operator.overloadpacket.__name__, args, result)
         if hidden is not None and (call is None or call.why_no_logits):
@@ -423,16 +369,11 @@ class KernelTrace:
         elif self.softmaxes is not None and name in ("_softmax", "_safe_softmax"):
             self.softmaxes.append((args[0].detach().clone(), result.detach().clone()))
 
-    def add(self, call: KernelCall) -> None:
-        """Note a fused kernel; its logits and probabilities are computed where they are asked for."""
-        call = call.copy()
-        if self.sdpa:
-            self.calls[-1] = replace(self.calls[-1], lse=call.lse)
-        else:
-            self.calls.append(call)
-        if self.softmaxes is None or not self.evaluate or call.why_no_logits:
+    def _add(self, call: KernelCall) -> None:
+        self.masks.append(call.mask())
+        if self.softmaxes is None or call.why_no_logits:
             return
-        logits = call.logits()
+        logits = call.logits().detach()
         p = probabilities_of(logits)
         self.softmaxes.append((logits, p))
         if self.products is not None:
@@ -455,23 +396,3 @@ class KernelWatch(LightDispatchMode):
         if self.trace is not None:
             self.trace.see(func, args, kwargs or {}, result)
         return result
-
-
-class SdpaWatch(TorchFunctionMode):
-    """Notes what `scaled_dot_product_attention` is called with, before torch takes it apart."""
-
-    def __init__(self, kernels: KernelWatch) -> None:
-        super().__init__()
-        self.kernels = kernels
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        trace = self.kernels.trace
-        if func is not scaled_dot_product_attention or trace is None:
-            return func(*args, **(kwargs or {}))
-        call = read_sdpa(args, kwargs or {})
-        trace.calls.append(call.copy())
-        trace.sdpa = True
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            trace.sdpa = False

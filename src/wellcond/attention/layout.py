@@ -23,7 +23,6 @@ from wellcond.attention.slot import Slot
 from wellcond.errors import WeightError
 
 Arrangement = Literal["blocks", "groups"]
-Role = Literal["q", "k", "v"]
 NO_FACTS = {"name", "module", "q", "k", "v", "o", "stream"}
 FACTS = tuple(field.name for field in fields(AttentionSite) if field.name not in NO_FACTS)
 """Fields of a site that an adapter declares."""

@@ -29,8 +29,6 @@ from wellcond.attention.kernels import (
     first_named,
     given_scale,
     is_causal,
-    log_sum_exp,
-    sdpa_arguments,
 )
 from wellcond.attention.record import HOW_TO_SEE, by_head
 from wellcond.attention.sharding import unwrap, wrappers
@@ -204,6 +202,10 @@ class LiveKernels(KernelWatch):
         return True
 
 
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""Of `scaled_dot_product_attention`, in its order."""
+
+
 class _LiveSdpa(TorchFunctionMode):
     def __init__(self, kernels: LiveKernels) -> None:
         super().__init__()
@@ -239,7 +241,7 @@ class _Trace:
         self.versions += [(one, one._version) for one in tensors if one is not None]
 
     def enter_sdpa(self, args: Any, kwargs: Any) -> None:
-        given = sdpa_arguments(args, kwargs)
+        given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
         if given["query"].is_nested:
             self.call = LiveCall(why=NESTED_TENSORS)
             return
@@ -279,8 +281,10 @@ class _Trace:
         elif not self.inside:
             return
         assert self.call is not None and self.call.q is not None
-        lse = log_sum_exp(dict(zip(return_names(operator), result, strict=False)), self.call.q)
-        self.call.lse = lse if lse is not None and lse.numel() else None
+        q, returned = self.call.q, dict(zip(return_names(operator), result, strict=False))
+        lse = returned.get("logsumexp", returned.get("log_sumexp"))
+        if lse is not None and lse.numel() and lse.dim() == q.dim() - 1:
+            self.call.lse = lse[..., : q.shape[-2]]  # it may be padded
 
     def _see_softmax(self, logits: Tensor, result: Tensor) -> None:
         if self.call is None:
@@ -349,12 +353,8 @@ class LiveHooks:
     Only passes in training mode count, once each: what activation checkpointing runs again in the backward pass is left
     out, and so is evaluation, by ``model.eval()`` or in inference mode.
 
-    Args:
-        model: the model that trains.
-        sites: its attention layers.
-        seen: called with the number of a site and its call; in no mode of torch, without gradients, outside autocast.
-        streamed: called with the number of a site, ``stream`` or ``added``, and what enters its block, or what its
-            attention adds to that.
+    `seen` is called with the number of a site and its call, in no mode of torch, without gradients, outside autocast;
+    `streamed` with the number of a site, ``stream`` or ``added``, and what enters its block or what attention adds.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class LiveHooks:
     def attach(self) -> None:
         """Put the hooks in place; what is compiled gets none, since that would have it compiled again."""
         self.detach()
-        compiled = {id(site) for site in self.sites if self.compiled or is_compiled(self.model, site.name)}
+        compiled = {id(site) for site in self.sites if self.compiled or is_compiled(self.model, _path(site))}
         for number, site in enumerate(self.sites):
             if id(site) in compiled:
                 self.why[number] = COMPILED
@@ -512,6 +512,10 @@ def _counts(module: nn.Module) -> bool:
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return module.training and not in_backward()
+
+
+def _path(site: AttentionSite) -> str:
+    return site.name[: -len(site.stream)].rstrip(".") if site.stream else site.name
 
 
 def _never_seen(site: AttentionSite) -> str:

@@ -8,7 +8,6 @@ its value is None, which nobody may take for zero. The model is left as it was, 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,15 +18,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from wellcond.attention.evaluation import copy_argument, eval_scope, first_tensor, run
-from wellcond.attention.kernels import ADDED, KernelCall, KernelTrace, KernelWatch, SdpaWatch, is_masked
+from wellcond.attention.kernels import ADDED, KernelTrace, KernelWatch, is_masked
 from wellcond.attention.sharding import is_distributed, reshard_
 from wellcond.attention.site import AttentionSite, Block, find_blocks, is_matrix
 from wellcond.errors import WeightError
 
-Field = Literal[
-    "arguments", "tokens", "operands", "products", "logits", "probabilities", "spread", "heads", "output", "stream"
-]
-KERNEL_FIELDS = frozenset({"operands", "products", "logits", "probabilities"})
+Field = Literal["arguments", "tokens", "products", "logits", "probabilities", "spread", "heads", "output", "stream"]
+KERNEL_FIELDS = frozenset({"products", "logits", "probabilities"})
 ROLES = ("query", "key", "value")
 COMPARED_KINDS = ("softmax", "channel")
 """Attention layers whose first softmax is of logits that grow with Q and K."""
@@ -45,8 +42,8 @@ HOW_TO_SEE = (
 class SiteRecord:
     """The first call of an attention layer in a forward pass; everything is None, or empty, unless asked for and seen.
 
-    The kernel's tensors (`kernel`, `logits`, `probabilities`, `mask`, `products`, `softmaxes`) are those of its first
-    call inside the layer, and dropped after the caller's `each` has seen them.
+    The kernel's tensors (`logits`, `probabilities`, `mask`, `products`, `softmaxes`) are dropped after the caller's
+    `each` has seen them.
     """
 
     site: AttentionSite
@@ -101,20 +98,10 @@ class SiteRecord:
         return self.softmaxes[0][1] if self.softmaxes else None
 
     @property
-    def kernel(self) -> KernelCall | None:
-        """The first call of a kernel, with q, k and v as it got them (after rotation, norm and gain), and the LSE.
-
-        Of an eager one, the product of queries and keys and that with the values.
-        """
-        if self.trace.calls:
-            return self.trace.calls[0]
-        return _eager_call(self.products, self.softmaxes)
-
-    @property
     def mask(self) -> Tensor | None:
         """True where a query may see a key, where a fused kernel got a boolean mask or none at all."""
-        calls = self.trace.calls
-        return calls[0].mask() if calls and len(self.softmaxes) in (0, len(calls)) else None
+        masks = self.trace.masks
+        return masks[0] if masks and len(self.softmaxes) in (0, len(masks)) else None
 
     @property
     def why_logits_hidden(self) -> str:
@@ -123,18 +110,6 @@ class SiteRecord:
             return JOINED if self.called and self.site.stream else ""
         why = self.not_seen.get("logits", self.not_seen.get("spread", ""))
         return why if self.site.kind in COMPARED_KINDS else ""
-
-    def largest_logits(self) -> tuple[Tensor, Tensor] | None:
-        """Bounds of the largest logit of every row, equal where the logits are known; None if nothing is known.
-
-        Of n numbers, lse - ln n <= max <= lse.
-        """
-        if self.logits is not None:
-            largest = self.logits.amax(-1)
-            return largest, largest
-        if self.kernel is None or self.kernel.lse is None:
-            return None
-        return self.kernel.lse - math.log(self.kernel.k.shape[-2]), self.kernel.lse
 
     def conclude(self) -> None:
         """Reduce the logits to their spread, and write down what was asked for and not seen.
@@ -180,10 +155,10 @@ def record(
         model: any model.
         batch: a tensor, a mapping of keyword arguments, a tuple of arguments, or a function that calls the model.
         sites: its attention layers.
-        fields: what to keep of each: ``arguments`` of the call; ``tokens`` that the projections read; ``operands`` of
-            the kernel (q, k, v, mask, LSE); ``products``, the operands of all matrix products; ``logits``;
-            ``probabilities``; ``spread``, the standard deviation of the logits; ``heads``, what W_O read; the
-            ``output``; the ``stream`` (what its block received, and what attention and MLP added). All by default.
+        fields: what to keep of each: ``arguments`` of the call; ``tokens`` that the projections read; ``products``, the
+            operands of all matrix products; ``logits`` with the mask; ``probabilities``; ``spread``, the standard
+            deviation of the logits; ``heads``, what W_O read; the ``output``; the ``stream`` (what its block received,
+            and what attention and MLP added). All by default.
         **options: `each`, `outputs`, `modules` and `copied` of `observe`.
 
     Example:
@@ -191,8 +166,8 @@ def record(
         >>> attention = nn.MultiheadAttention(8, 2, batch_first=True)
         >>> x = torch.randn(1, 5, 8)
         >>> seen = record(attention, (x, x, x), find_attention(attention)).sites[0]
-        >>> seen.logits.shape, seen.kernel.q.shape, sorted(seen.not_seen)
-        (torch.Size([2, 5, 5]), torch.Size([2, 5, 4]), ['heads', ...])
+        >>> seen.logits.shape, sorted(seen.not_seen)
+        (torch.Size([2, 5, 5]), ['heads', ...])
     """
     try:
         with observe(model, sites, fields, **options) as found, eval_scope(model):
@@ -239,8 +214,6 @@ def observe(
                 stack.callback(handle.remove)
         if wanted & {*KERNEL_FIELDS, "spread"}:
             hooks.kernels = stack.enter_context(KernelWatch())
-        if hooks.kernels is not None and "operands" in wanted:
-            stack.enter_context(SdpaWatch(hooks.kernels))
         yield found
     for one in found.sites:
         if not one.seen:
@@ -281,12 +254,8 @@ class _Hooks:
         elif "tokens" in self.wanted:
             one.argument = _clone(first_tensor((*args, *kwargs.values())))
         if self.kernels is not None:
-            one.trace = self.kernels.trace = KernelTrace(
-                products=[] if self.wanted & {"operands", "products"} else None,
-                softmaxes=[],
-                evaluate=bool(self.wanted & {"products", "logits", "probabilities", "spread"}),
-                scale=one.site.scale,
-            )
+            products: list[tuple[Tensor, Tensor]] | None = [] if "products" in self.wanted else None
+            one.trace = self.kernels.trace = KernelTrace(products, softmaxes=[], scale=one.site.scale)
 
     def leave(self, one: SiteRecord, module: nn.Module, args: Any, output: Any) -> None:
         if one not in self.running:
@@ -384,16 +353,6 @@ def _missing(one: SiteRecord) -> Iterator[tuple[str, str]]:
     for name in ("logits", "probabilities", "spread"):
         if name in one.fields and hidden:
             yield name, hidden
-    if "operands" in one.fields:
-        kernel, fused = one.kernel, bool(one.trace.calls)
-        if kernel is None:
-            why = hidden or "which products are those of queries and keys cannot be told"
-            yield from ((name, why) for name in ("q", "k", "v"))
-        if one.mask is None:
-            why = "numbers are added to the logits, which may hide keys" if fused else "the softmax gets no mask"
-            yield "mask", why
-        if kernel is None or kernel.lse is None:
-            yield "lse", "the kernel does not return it"
     if "heads" in one.fields and one.heads is None:
         yield "heads", "it has no W_O" if one.site.o is None else "W_O is used without calling its module"
     if "output" in one.fields and one.output is None:
@@ -409,21 +368,6 @@ def _why_no_logits(one: SiteRecord) -> str:
 
 
 # Reading what was seen
-
-
-def _eager_call(products: list[tuple[Tensor, Tensor]], softmaxes: list[tuple[Tensor, Tensor]]) -> KernelCall | None:
-    """The product with the values and the only one that may be of queries and keys; None if they cannot be told."""
-    if not softmaxes:
-        return None
-    p, lead = softmaxes[0][1], softmaxes[0][1].shape[:-2]
-    both = [pair for a, b in products for pair in ((a, b), (b.mT, a.mT))]
-    values = [b for a, b in both if same_numbers(a, p)]
-    shape = None if not values else (p.numel() // (p.shape[-2] * p.shape[-1]), *p.shape[-2:])
-    scores = [(a, b) for a, b in products if shape == (*a.shape[:2], b.shape[2]) and not same_numbers(a, p)]
-    if len(scores) != 1 or not values:
-        return None
-    q, k, v = (part.reshape(*lead, *part.shape[1:]) for part in (scores[0][0], scores[0][1].mT, values[0]))
-    return KernelCall("softmax of a product", q, k, v, why_no_logits="what is added to the product is not known")
 
 
 def same_numbers(weights: Tensor, p: Tensor) -> bool:

@@ -206,14 +206,7 @@ def _logit_facts(logits: Tensor, p: Tensor, products: Tensor) -> dict[str, Any]:
 
 
 def judge_declared(place: ModuleContext, site: AttentionSite, example: Example | None = None) -> Proof:
-    """Ask a module whether what an adapter declares of it is right; once for each class, configuration, declaration.
-
-    Args:
-        place: the module and where it stands in its model.
-        site: what the adapter declares.
-        example: from the module to what it is called with (a tensor, a tuple of arguments, a mapping of keyword
-            arguments); random tokens, and guesses of other arguments, if None.
-    """
+    """Ask a module whether what an adapter declares of it is right; once for each class, configuration, declaration."""
     declared = Reading([site], _declaration(site))
     return _once(place, [declared], example, lambda: _judge_declared(place, declared, example))
 

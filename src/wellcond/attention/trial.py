@@ -63,10 +63,8 @@ Example = Callable[[nn.Module], Any]
 def trials(place: ModuleContext, widths: Sequence[int], example: Example | None = None) -> Iterator[Trial | Exception]:
     """Ways to call a copy of a module that run, each as a trial; where one does not run, the exception that says why.
 
-    Args:
-        place: the module and where it stands in its model.
-        widths: features of the tokens that it reads, one number per stream.
-        example: from the module to what it is called with; random tokens, and guesses of other arguments, if None.
+    `widths` are the features of the tokens that it reads, one number per stream. Without an example, arguments are
+    random tokens, and guesses of others.
     """
     try:
         module = _random_copy(place.module)

@@ -149,7 +149,7 @@ def build_loaded(
     import torch
 
     from wellcond.conditioning.apply import recondition_
-    from wellcond.conditioning.checkpoint import conditioning_in, load_state, read_state_dict
+    from wellcond.lab.models.weights import conditioning_in, load_state, read_state_dict
 
     torch.manual_seed(seed)
     model = build_model(spec, values)

@@ -361,9 +361,7 @@ def _attachments(model: nn.Module) -> list[Attachment]:
 def _attached(model: nn.Module, rollback: Rollback) -> list[_Attached]:
     """Every conditioned weight of a model; the raw ones are kept for a rollback.
 
-    Raises:
-        ConditioningError: there is none, or the model is a part of what was conditioned.
-        WeightError: one is also the weight of something else by now, or its effective weight is not finite.
+    Raises: as `fold_`.
     """
     attachments = _attachments(model)
     _check_tied_since(model, attachments)

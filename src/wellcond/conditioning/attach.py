@@ -182,18 +182,13 @@ class ScopedForward(InstanceOverride):
     """The forward of a module around conditioned weights: the module's own, as a part of a forward pass."""
 
     def __init__(self, module: nn.Module, forward_pass: ForwardPass, *, has_all: bool, reads: bool) -> None:
-        """In place of `module.forward`, which may be one that another library has put there.
-
-        Args:
-            module: the module.
-            forward_pass: of the conditioned model.
-            has_all: whether all conditioned weights of the model are below this module.
-            reads: whether its forward uses conditioned weights itself.
-        """
+        """In place of `module.forward`, which may be one that another library has put there."""
         self.module = module
         self.forward_pass = forward_pass
         self.has_all = has_all
+        """Whether all conditioned weights of the model are below this module."""
         self.reads = reads
+        """Whether its forward uses conditioned weights itself."""
         self.replaced = vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,12 +242,8 @@ def attach(
 ) -> None:
     """Let forward passes of `model` read effective weights, and checkpoints say that its weights are raw.
 
-    Args:
-        model: what was conditioned as a whole.
-        attachments: modules that own weights, the names of these, and their corrections.
-        readers: other modules whose forward uses these weights.
-        settings: how it was conditioned.
-        marker: the buffer that says so in a checkpoint, if there was one.
+    `readers` are other modules whose forward uses these weights; `settings` say how it was conditioned, and so does the
+    buffer `marker` in a checkpoint, which is made if there was none.
     """
     attachments = list(attachments)
     reading = {id(module) for module in readers}

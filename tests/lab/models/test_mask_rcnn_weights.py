@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 import wellcond as wc
 from lab.tasks.detection.coco_sets import write_set
 from lab.tasks.detection.small_detector import HEADS, SWIN, XCIT, detector, recipe
-from wellcond.conditioning.checkpoint import read_state_dict
 from wellcond.errors import WeightError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model
+from wellcond.lab.models.weights import read_state_dict
 from wellcond.lab.recipe import load_recipe
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import Job, run_job

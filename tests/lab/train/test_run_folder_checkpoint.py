@@ -6,8 +6,8 @@ import torch
 
 from lab.helpers import same_state, tiny_gpt2, tiny_vit
 from wellcond import condition_
-from wellcond.conditioning.checkpoint import read_state_dict
 from wellcond.errors import RunError
+from wellcond.lab.models.weights import read_state_dict
 from wellcond.lab.optimizers import AdamW, Muon
 from wellcond.lab.train import run_folder
 from wellcond.lab.train.run_folder import (

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 import wellcond
 from lab.helpers import same_state
 from lab.small import small_job
-from wellcond.conditioning.checkpoint import load_weights
 from wellcond.errors import RecipeError
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.models.build import build_model
+from wellcond.lab.models.weights import load_weights
 from wellcond.lab.records import seal
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job

@@ -376,7 +376,7 @@ def _refuse_kernels_of(config: Any, spec: str) -> None:
 
 def _load_folder(model: nn.Module, path: Path) -> None:
     """Weights of a saved folder: one file or shards; a folder with a configuration alone keeps random weights."""
-    from wellcond.conditioning.checkpoint import load_state, read_state_dict
+    from wellcond.lab.models.weights import load_state, read_state_dict
 
     index = path / "model.safetensors.index.json"
     if index.is_file():

@@ -14,7 +14,7 @@ from torch import nn
 
 from wellcond.attention.find import find_attention
 from wellcond.conditioning.apply import recondition_
-from wellcond.conditioning.checkpoint import MARKER, load_state, load_weights, read_state_dict
+from wellcond.conditioning.checkpoint import MARKER
 from wellcond.conditioning.tokens import condition_tokens_
 from wellcond.errors import ModelSpecError, RecipeError, WellcondError, needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
@@ -22,6 +22,7 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model, is_local_code, load_function
 from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, remove_norms_, scale_true_
 from wellcond.lab.models.memory_guard import MemoryGuard
+from wellcond.lab.models.weights import load_state, load_weights, read_state_dict
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, evaluating

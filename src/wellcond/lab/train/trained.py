@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from wellcond.attention.checks import choose_projections
 from wellcond.attention.find import find_attention
 from wellcond.conditioning.apply import fold_, recondition_
-from wellcond.conditioning.checkpoint import MARKER, conditioning_in, load_state, read_state_dict
+from wellcond.conditioning.checkpoint import MARKER
 from wellcond.conditioning.methods import make_method
 from wellcond.errors import NumericalWarning, RecipeError, needs_extra
 from wellcond.init.selection import exclusion
 from wellcond.lab.data.disk import find_in_mirror, in_a_mirror
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model, similar
+from wellcond.lab.models.weights import conditioning_in, load_state, read_state_dict
 from wellcond.lab.train.run_folder import read_finished_run
 
 Build = Callable[[str, dict[str, Any]], nn.Module]

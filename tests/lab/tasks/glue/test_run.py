@@ -9,9 +9,9 @@ import torch
 
 from lab.data.helpers import write_csv
 from lab.tasks.glue.helpers import edit_record, pretrain, write_glue
-from wellcond.conditioning.checkpoint import load_weights
 from wellcond.errors import DataError, RecipeError, RunError, WellcondError
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.models.weights import load_weights
 from wellcond.lab.pool import run_jobs
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.tokenizers import read_tokenizer
