@@ -85,6 +85,15 @@ def test_fields_that_came_later_leave_the_hash_of_older_records():
     assert config_hash(changed(config, "schedule.over_warmup", True)) != config_hash(config)
 
 
+def test_what_would_be_measured_has_no_effect_where_nothing_is():
+    nothing = {"weights_every": None, "jacobian_points": 0}
+    hashes = {
+        config_hash(make_recipe(tracking=tracking).config(METHOD, 0))
+        for tracking in (nothing, nothing | {"heads": [0]}, nothing | {"samples": 2}, {"heads": [0]})
+    }
+    assert len(hashes) == 2
+
+
 @pytest.mark.parametrize("num_points", range(6))
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 1000])
 def test_jacobian_steps_hold_both_ends_and_no_more_than_asked(num_points, num_steps):

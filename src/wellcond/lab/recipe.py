@@ -290,6 +290,8 @@ def with_effect(config: dict[str, Any]) -> dict[str, Any]:
         kept[part] = {key: value for key, value in (kept.get(part) or {}).items() if (key, value) != (field, neutral)}
     for part, fields in WITHOUT_EFFECT.items():
         kept[part] = {key: value for key, value in (kept.get(part) or {}).items() if key not in fields}
+    if not kept["tracking"].get("jacobian_points") and kept["tracking"].get("weights_every") is None:
+        kept["tracking"] = {}  # nothing is measured
     # What a method sets is in the other parts of the configuration already.
     kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}
     return _without_none(kept)
