@@ -85,6 +85,13 @@ def test_fields_that_came_later_leave_the_hash_of_older_records():
     assert config_hash(changed(config, "schedule.over_warmup", True)) != config_hash(config)
 
 
+def test_whole_numbers_are_one_setting_however_they_are_written():
+    config = make_recipe(optimizer={"name": "adamw", "lr": 1e-3, "weight_decay": 1.0}).config(METHOD, 0)
+    read_again = copy.deepcopy(config)
+    read_again["optimizer"]["weight_decay"] = 1
+    assert config_hash(read_again) == config_hash(config)
+
+
 def test_what_would_be_measured_has_no_effect_where_nothing_is():
     nothing = {"weights_every": None, "jacobian_points": 0}
     hashes = {

@@ -298,9 +298,12 @@ def with_effect(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
+    """Also with whole numbers as integers: 0 and 0.0 are one setting."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return value
+    if isinstance(value, (list, tuple)):
+        return [_without_none(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def config_hash(config: dict[str, Any]) -> str:
