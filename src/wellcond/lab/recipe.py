@@ -37,6 +37,7 @@ from wellcond.lab.settings import (
     change_fields,
     choose_by_name,
     list_problems,
+    plain_numbers,
     read_fields,
     set_path,
 )
@@ -294,16 +295,13 @@ def with_effect(config: dict[str, Any]) -> dict[str, Any]:
         kept["tracking"] = {}  # nothing is measured
     # What a method sets is in the other parts of the configuration already.
     kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}
-    return _without_none(kept)
+    return _without_none(plain_numbers(kept))
 
 
 def _without_none(value: Any) -> Any:
-    """Also with whole numbers as integers: 0 and 0.0 are one setting."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
-        return [_without_none(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return value
 
 
 def config_hash(config: dict[str, Any]) -> str:
