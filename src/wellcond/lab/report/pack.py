@@ -119,13 +119,15 @@ def _before_its_runs(home: Path) -> Comparison:
 def _without_recorded(comparison: Comparison, trials: Sequence[Run]) -> list[Run]:
     """Runs of a search whose scores its record does not have yet: with these it goes on without the runs."""
     search = comparison.search or {}
+    if not search.get("settings_hash"):
+        return list(trials)
+    slugs = {method["label"]: method["slug"] for method in (comparison.stored or {}).get("methods", ())}
     recorded = set()
-    for row in search.get("methods", ()) if search.get("settings_hash") else ():
+    for row in search["methods"]:
+        home = comparison.folder / "tuning" / slugs.get(row["label"], "")
         for point in row["points"]:
             values = "-".join(f"{field}-{value!r}" for field, value in point["values"].items())
-            recorded |= {
-                comparison.folder / "tuning" / row["slug"] / values / f"seed{seed}" for seed in point["scores"]
-            }
+            recorded |= {home / values / f"seed{seed}" for seed in point["scores"]}
     return [run for run in trials if run.folder not in recorded]
 
 
