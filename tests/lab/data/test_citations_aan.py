@@ -69,10 +69,3 @@ def test_missing_files_are_named(tmp_path):
     message = failure(tmp_path, source="aan_pairs", path="other")
     assert f"in {tmp_path}: aan" in message and "WELLCOND_DATA is not set" in message
     assert "no rows" in failure(write(folder, train=b""), source="aan_pairs", path=".")
-
-
-def test_a_name_may_not_lead_out_of_the_mirror(tmp_path, monkeypatch):
-    write(tmp_path / "aan")
-    (tmp_path / "mirror").mkdir()
-    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
-    assert "not in the mirror" in failure(tmp_path / "recipes" / "mine", source="aan_pairs", path="../aan")

@@ -109,17 +109,6 @@ def test_an_interrupted_split_resumes_where_it_was(tmp_path):
     assert len(record.read_text().split()) == 1
 
 
-def test_progress_is_told():
-    told = []
-    load(told=lambda *event: told.append(event))
-    told = [event for event in told if "split" in event[0]]
-    assert told[0] == ("making counting, train split, chunks", 1, 5) and told[4][1:] == (5, 5)
-    assert told[-1] == ("making counting, evaluation split, chunks", 2, 2)
-    told = []
-    load(told=lambda *event: told.append(event))
-    assert not told
-
-
 def test_distinct_samples_differ_within_and_between_splits():
     bundle = load("different", options={"width": 2}, num_train=1000, num_evaluation=100, num_test=100)
     rows = [

@@ -246,13 +246,6 @@ def test_labels_of_other_forms(tmp_path):
     assert bundle.class_names == ("0", "one") and bundle.train.labels.tolist() == [1, 0, 1]
 
 
-def test_own_files_are_memory_mapped_in_the_cache_folder(tmp_path, cache_folder):
-    write_rows(tmp_path / "a.jsonl")
-    bundle = load(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.5, **NAMED)
-    (mapped,) = bundle.train.data.cache_files
-    assert mapped["filename"].startswith(str(cache_folder))
-
-
 def test_missing_text_names_the_row(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}])
     message = failure(tmp_path, source="files", train="a.jsonl", evaluation="a.jsonl")

@@ -60,22 +60,3 @@ def test_the_fingerprint_sees_decimals(tmp_path):
         for last in (3.0, 3.5)
     }
     assert len(digests) == 2
-
-
-@pytest.fixture
-def mirror(tmp_path, monkeypatch):
-    folder = tmp_path / "mirror/lab/pairs/one"
-    for split, numbers in (("train", NUMBERS), ("validation_a", [1.5]), ("validation_b", [2.5, 3.5]), ("test", [-1.0])):
-        columns = {"text": TEXTS[: len(numbers)], "label": numbers}
-        write_parquet(folder / f"{split}-00000-of-00001.parquet", columns)
-    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
-
-
-def test_splits_of_a_mirror_have_the_names_of_their_files(mirror):
-    pytest.importorskip("datasets")
-    chosen = {"source": "hub", "id": "lab/pairs", "config": "one", "label_kind": "number"}
-    bundle = load(**chosen, evaluation_split="validation_b")
-    assert bundle.evaluation.labels.tolist() == [2.5, 3.5]
-    assert set(bundle.others) == {"validation_a", "test"} and bundle.others["validation_a"].labels.tolist() == [1.5]
-    assert bundle.others["test"].labels is None  # hidden
-    assert "splits" in failure(**chosen, evaluation_split="validation")

@@ -6,7 +6,7 @@ import torch
 from scipy.special import erf, softmax
 
 import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
-from wellcond import condition_, find_attention, fold_, init_
+from wellcond import condition_, fold_, init_
 from wellcond.errors import ModelSpecError
 from wellcond.lab.models.build import build_model
 
@@ -129,31 +129,6 @@ def test_without_padding_it_is_hugging_faces_function():
     [expected] = NystromformerSelfAttention.forward(ours, hidden)
     torch.testing.assert_close(ours(hidden, torch.ones(2, 24))[0], expected)
     torch.testing.assert_close(ours(hidden)[0], expected)
-
-
-def test_a_sequence_of_padding_alone_gives_numbers():
-    model = build()
-    ids = torch.zeros(2, 24, dtype=torch.long)
-    logits = model(ids, torch.zeros_like(ids))
-    assert torch.isfinite(logits).all()
-    logits.sum().backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-
-
-PUBLISHED = [("listops", 32, 2048, 10), ("text", 512, 4096, 2), ("image", 512, 1024, 10), ("pathfinder", 512, 1024, 2)]
-
-
-@pytest.mark.parametrize(("task", "vocabulary", "length", "classes"), PUBLISHED)
-def test_published_dimensions(task, vocabulary, length, classes):
-    options = {"vocab_size": vocabulary, "length": length, "num_labels": classes, "landmarks": 32}
-    with torch.device("meta"):
-        model = build_model("wellcond:long_range", options)
-    attention = 4 * (64 * 64 + 64) + 2 * 35
-    block = attention + 4 * 64 + 64 * 128 + 128 + 128 * 64 + 64
-    head = 64 * 128 + 128 + 128 * classes + classes
-    expected = (vocabulary + length) * 64 + 2 * block + 2 * 64 + head
-    assert sum(parameter.numel() for parameter in model.parameters()) == expected
-    assert [(site.kind, site.num_heads, site.head_dim) for site in find_attention(model)] == [("nystrom", 2, 32)] * 2
 
 
 @pytest.mark.parametrize(("options", "words"), [({}, 0.02), ({"word_deviation": 1.0}, 1.0)])

@@ -42,13 +42,6 @@ def test_it_computes_what_gpt2_does_but_for_the_form_of_gelu():
     torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_the_smallest_configuration_has_as_many_parameters_as_nanogpt_prints():
-    model = build_model("wellcond:nanogpt", {"vocab_size": 65})
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == 65 * 128 + 64 * 128 + 4 * (12 * 128**2 + 2 * 128) + 128
-    assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
-
-
 def test_weights_are_drawn_as_nanogpt_does():
     model = build_model("wellcond:nanogpt", {"vocab_size": 65})
     for name, parameter in model.named_parameters():

@@ -1,5 +1,4 @@
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
 from wellcond.lab.tasks.language_modelling import MaskedBlocks
 from wellcond.lab.train.prepare import prepare_model
-from wellcond.lab.train.run import Job, run_job
 
 WORDS = "the cat sat on a mat and saw that no dog was near so it ran home".split()
 
@@ -200,23 +198,3 @@ def test_models_are_built_for_the_task_and_measured(name, method):
     batch = task.train.fetch(keys(4))
     task.loss(model.train(), batch).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize("name", ["wellcond:crammed_bert", pytest.param("hf:bert", marks=pytest.mark.slow)])
-def test_training_guesses_better_than_frequency(tmp_path, name):
-    (tmp_path / "train.txt").write_text("\n".join(document(number) for number in range(60)))
-    (tmp_path / "evaluation.txt").write_text("\n".join(document(number) for number in range(90, 96)))
-    small = recipe(
-        name,
-        optimizer={"name": "adamw", "lr": 1e-2, "weight_decay": 0.01},
-        schedule={"name": "triangular"},
-        training={"length": {"steps": 60}, "batch_size": 32, "accumulate": 2, "clip_norm": 0.5, "threads": 1},
-        evaluation={"every": {"steps": 30}},
-        tracking={"weights_every": None, "jacobian_points": 2, "heads": [0], "budget": None},
-    )
-    job = Job(small, MethodSettings(), 0, tmp_path / "run", base=tmp_path, cpu=True)
-    record = run_job(job)
-    assert record["status"] == "finished" and record["metric"]["name"] == "perplexity"
-    stream = Counter((tmp_path / "evaluation.txt").read_text())
-    shares = np.array(list(stream.values())) / sum(stream.values())
-    assert record["final"]["loss"] < -(shares * np.log(shares)).sum()

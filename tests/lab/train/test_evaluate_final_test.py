@@ -15,14 +15,13 @@ from lab.small import (
     logs,
     record,
     small_job,
-    stop_after,
     train_command,
 )
 from wellcond.cli.main import main
-from wellcond.errors import RecipeError, RunError
+from wellcond.errors import RecipeError
 from wellcond.lab.tasks.base import Samples
 from wellcond.lab.train import evaluate
-from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.lab.train.prepare import prepare_task
 from wellcond.lab.train.run import run_job
 
 AVERAGED = "training.averaging={decay: 0.5}"
@@ -69,21 +68,6 @@ def test_what_is_tested_is_what_was_best(tmp_path, overrides, file):
     assert last.keys() <= best.keys() and all(torch.equal(best[name], value) for name, value in last.items())
 
 
-@torch.no_grad()
-def test_the_kept_weights_give_the_score_again(unbroken):
-    job = job_with_test(unbroken)
-    task = prepare_task(job.recipe, seed=0, base=None)
-    model = prepare_model(job.recipe, job.method, task, seed=1, base=None).eval()
-    model.load_state_dict(load_file(best_file(unbroken)))
-    sums = task.score(model, task.test.fetch([(index, -1) for index in range(50)]))
-    values, kept = (
-        task.metrics({name: float(value) for name, value in sums.items()}, task.test),
-        record(unbroken)["test"],
-    )
-    assert kept["accuracy"] == values["accuracy"] and kept["loss"] == pytest.approx(values["loss"], rel=1e-6)
-    assert set(kept) == {"step", "epoch", "weights", *values}
-
-
 @pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 24 != 13)) for n in range(1, 48)])
 def test_a_run_stopped_at_any_write_ends_with_the_same_test(unbroken, tmp_path, monkeypatch, moment):
     folder = tmp_path / "run"
@@ -109,18 +93,6 @@ def test_a_run_stopped_while_it_is_tested_is_tested_again(unbroken, tmp_path, mo
     run_job(job_with_test(folder))
     assert record(folder)["sessions"][-1]["resumed_at_step"] == 24
     assert_same_run(unbroken, folder)
-
-
-def test_best_weights_that_are_gone_are_missed_before_training_resumes(tmp_path):
-    folder = tmp_path / "run"
-    stop_after(job_with_test(folder), 9)
-    content = best_file(folder).read_bytes()
-    best_file(folder).write_bytes(content[:-3])
-    with pytest.raises(RunError, match=r"best\.safetensors"):
-        run_job(job_with_test(folder))
-    best_file(folder).unlink()
-    with pytest.raises(RunError, match=r"best\.safetensors"):
-        run_job(job_with_test(folder))
 
 
 @pytest.mark.parametrize("weights", ["best", "last"])

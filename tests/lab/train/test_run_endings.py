@@ -216,15 +216,6 @@ def test_a_failed_resume_keeps_what_was_known(tmp_path, monkeypatch):
     assert run_job(small_job(folder))["status"] == "finished"
 
 
-def test_repeated_augmentation_reaches_the_training(tmp_path):
-    options = "training.log_every=1", "training.length={steps: 1}", "tracking={weights_every: null, jacobian_points: 0}"
-    found = []
-    for repeats in (1, 3):
-        run_job(small_job(tmp_path / str(repeats), "default", *options, f"augmentation.repeats={repeats}"))
-        found.append(logs(tmp_path / str(repeats))["steps"][0]["loss"])
-    assert found[0] != found[1]
-
-
 def test_methods_with_the_same_seed_are_paired(tmp_path):
     """All weights but Q, K and V, the order of the samples, and so the first loss of two defaults, are the same."""
     job = small_job(tmp_path, "conditioned")

@@ -12,7 +12,7 @@ from transformers import NystromformerConfig
 from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 
 import wellcond.lab.nystrom  # noqa: F401  (its heads have an operator of their own)
-from wellcond.attention.families.transformers import nystromformer
+from wellcond.attention.families import table_of
 from wellcond.attention.find import register_adapter
 from wellcond.lab.settings import Settings
 
@@ -108,7 +108,8 @@ class MaskedNystromAttention(NystromformerSelfAttention):
         return torch.where(inside, kernels[:, offset.clamp(0, self.conv_kernel_size - 1)], 0.0) @ value
 
 
-register_adapter(MaskedNystromAttention)(nystromformer)
+_READ_AS = f"{NystromformerSelfAttention.__module__}.{NystromformerSelfAttention.__qualname__}"
+register_adapter(MaskedNystromAttention)(table_of("transformers")[_READ_AS])
 
 
 class LongRangeBlock(nn.Module):

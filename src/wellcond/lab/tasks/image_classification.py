@@ -237,7 +237,7 @@ def picture_transform(
     with needs_extra("timm and torchvision", "vision", "timm", "torchvision"):
         from timm.data import create_transform
         from timm.data.random_erasing import RandomErasing
-        from timm.data.transforms import RandomResizedCropAndInterpolation
+        from timm.data.transforms import RandomResizedCropAndInterpolation as RandomCrop
     mean, std = IMAGENET if channels == 3 else [(sum(values) / 3,) for values in IMAGENET]
     shared: dict[str, Any] = {"mean": mean, "std": std, "interpolation": "bicubic"}
     if augmentation is None:
@@ -257,9 +257,8 @@ def picture_transform(
         )
     fix_posterize_(transform)
     on_pictures = [step for step in transform.transforms if type(step).__name__ not in LATER]
-    on_pictures = [
-        CropResized(step) if isinstance(step, RandomResizedCropAndInterpolation) else step for step in on_pictures
-    ]
+    if augmentation is not None and augmentation.resize == "torch":
+        on_pictures = [CropResized(step) if isinstance(step, RandomCrop) else step for step in on_pictures]
     erasing = next((step for step in transform.transforms if isinstance(step, RandomErasing)), None)
     return PictureTransform(type(transform)(on_pictures), mean, std, erasing)
 
