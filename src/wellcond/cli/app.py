@@ -257,7 +257,7 @@ def read_tuned_fields(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
 
 
 def read_ranks(gpus_per_run: float | None) -> int:
-    """Processes of a run on this machine."""
+    """How many processes a run has on this machine."""
     if gpus_per_run is None:
         return 1
     if gpus_per_run < 1 or not gpus_per_run.is_integer():
@@ -268,7 +268,7 @@ def read_ranks(gpus_per_run: float | None) -> int:
 
 
 def read_jobs(text: str) -> int | None:
-    """Runs at once; None for ``auto``."""
+    """How many runs to make at once; None for ``auto``."""
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:

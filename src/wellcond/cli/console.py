@@ -54,7 +54,7 @@ class VisibleConsole(Console):
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does, every piece of text made visible."""
+        """Render as rich does, with every piece of text made visible."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
@@ -97,7 +97,7 @@ def fold(text: str, width: int) -> str:
 
 @contextlib.contextmanager
 def warnings_made_visible() -> Iterator[None]:
-    """Warnings are printed as `echo` prints, too."""
+    """Within this context, warnings are printed as `echo` prints."""
     usual = warnings.formatwarning
     warnings.formatwarning = lambda *given, **options: visible(usual(*given, **options))
     try:

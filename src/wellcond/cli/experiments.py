@@ -220,8 +220,8 @@ def describe_demo(records: Sequence[Mapping[str, Any]]) -> list[str]:
             ("tokens(embeddings=3, positions=50)", "calibrated"),
         ),
         (
-            "Conditioning itself shows no gain here: `conditioned` gives {}, and `gaussian`, of the same scale without "
-            "conditioning, {}; with ten seeds the two cannot be told apart (results/README.md).",
+            "Does conditioning add to scale? `conditioned` gives {}, and `gaussian`, of the same scale without "
+            "conditioning, {}. Over ten seeds we found no difference (results/README.md).",
             ("conditioned", "gaussian"),
         ),
     )

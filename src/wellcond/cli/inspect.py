@@ -99,7 +99,7 @@ def _build(spec: str, model_arg: list[str] | None, weights: Path | None, seed: i
     import torch
 
     if weights is None and not is_local_code(spec) and not Path(spec.partition(":")[2]).is_dir():
-        # A mistake, or a constructor that needs values, is told when the model is built for real.
+        # A mistake, or a constructor that needs values, is reported when the model is built for real.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), contextlib.suppress(ModelSpecError):
             warnings.simplefilter("ignore")  # constructors warn of copies to the meta device
             model = build_model(spec, arguments, on_meta=True)

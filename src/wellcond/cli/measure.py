@@ -141,7 +141,7 @@ def _say_slow(seconds: float) -> None:
 def _build(
     spec: str, model_arg: list[str] | None, weights: Path | None, seed: int, source: str, samples: int, tokens: int
 ) -> tuple[nn.Module, Any, dict[str, str]]:
-    """The model and its batch, and what they are; a mistake is told before torch is loaded."""
+    """The model and its batch, and what they are; a mistake is reported before torch is loaded."""
     if (Path(spec) / "run.json").is_file():
         if model_arg or weights is not None or source != "random":
             raise cli.OptionError(f"{spec} is a run, with model, weights and data of its own; leave out other options")
@@ -239,7 +239,7 @@ def read_numbers(text: str, option: str) -> list[int] | None:
 
 
 def summarise(report: MeasurementReport) -> str:
-    """What to take home: how many heads, their mean, the worst, and those that are dead."""
+    """The summary below a table: how many heads, their mean, the worst, and those that are dead."""
     rows = [(layer.name or "(model)", head) for layer in report.layers for head in layer.heads]
     dead = [f"{name} head {head.index}" for name, head in rows if head.dead]
     finite = [kappa for _, head in rows if not head.dead and math.isfinite(kappa := head.mean_kappa())]

@@ -235,7 +235,7 @@ class FollowingCorrection(StoredCorrection):
 
     @property
     def differentiable(self) -> bool:  # type: ignore[override]
-        """As the method says."""
+        """Whether gradients pass through the correction; else the gradient of W is that of W + C."""
         return self.method.gradient == "through"
 
     @property

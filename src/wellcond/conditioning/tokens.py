@@ -84,7 +84,7 @@ class _Hook:
 
 
 class BeforeBlock(_Hook):
-    """Of the first block, for the tokens of each sample."""
+    """Hook before the first block that corrects the tokens of each sample."""
 
     def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """The arguments of the block with corrected tokens."""
@@ -100,7 +100,7 @@ class BeforeBlock(_Hook):
 
 
 class AfterEmbedding(_Hook):
-    """Of the embedding of words, for its table as one matrix."""
+    """Hook after the embedding of words that corrects its table as one matrix."""
 
     def __call__(self, embedding: nn.Embedding, args: Any, output: Tensor) -> Tensor:
         """The embeddings of the corrected table."""

@@ -217,7 +217,7 @@ def _of_tokens(one: SiteRecord) -> dict[str, Any]:
 
 
 def as_samples(tokens: Tensor, site: AttentionSite) -> Tensor | None:
-    """Tokens as (samples or windows, tokens, width); None where it cannot be told."""
+    """Tokens as (samples or windows, tokens, width); None where that is not known."""
     width = site.in_features
     if tokens.dim() == 4 and tokens.shape[1] == width and tokens.shape[-1] != width:
         return tokens.flatten(2).mT  # channels first, before a 1 x 1 convolution

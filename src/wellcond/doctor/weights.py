@@ -24,7 +24,7 @@ NO_BATCH = "tokens, logits and attention map: no batch was given"
 
 
 def spectral_facts(site: AttentionSite) -> dict[str, Any]:
-    """Of W_Q, W_K, W_V and W_O of a layer: the worst condition number, the lowest effective rank, and SEC indices."""
+    """The worst condition number, lowest effective rank and SEC indices of W_Q, W_K, W_V and W_O of a layer."""
     numbers = head_numbers(site)
     kappas = [float(numbers[f"kappa_{role}"].max()) for role in site.slots]
     ranks = torch.stack([numbers[f"rank_{role}"] for role in site.slots])

@@ -1,7 +1,7 @@
 r"""Tokens and weights set to each other on a batch of data: the whole attention Jacobian is controlled at the start.
 
 Both papers condition W, while their own bound grows with the third power of the condition number of the tokens. On a
-batch, in the order of the forward pass, this start sets
+batch, in the order of the forward pass, this initialisation sets
 
     words        root mean square of an embedding's entries: length / sqrt(D)
     positions    root mean square of learned positions, relative to the spread of the embeddings around their mean

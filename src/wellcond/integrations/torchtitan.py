@@ -146,12 +146,12 @@ class WatchedMetrics(MetricsProcessor):
             self.watch = Watch(value, self.optimizers, **self.config.monitor)
 
     def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """As torchtitan does, with the last reading of every layer."""
+        """Log what torchtitan logs, and the last reading of every layer."""
         seen = {} if self.watch is None else self.watch.metrics()
         super().log(*args, extra_metrics={**(extra_metrics or {}), **seen}, **kwargs)
 
     def close(self) -> None:
-        """As torchtitan does; the hooks are removed."""
+        """Close torchtitan's logger, and remove the hooks."""
         if self.watch is not None:
             self.watch.close()
         super().close()

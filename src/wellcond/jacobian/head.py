@@ -91,7 +91,7 @@ class Head:
         _check(self)
 
     def cpu(self) -> Head:
-        """The same on the CPU."""
+        """This head on the CPU."""
         return replace(self, **{name: t.cpu() for name in TENSORS if (t := getattr(self, name)) is not None})
 
     @property

@@ -145,7 +145,7 @@ class RowwiseHead(HeadJacobian):
 
     @cached_property
     def factors(self) -> RowwiseFactors:
-        """Of the queries and keys, and of values that pass no map."""
+        """The factors of queries and keys, and of values that pass no map."""
         (x, y, vy), softmax, keys = self._compressed, self.softmax, len(self.v)
         # A sink is a key without a value.
         values = torch.cat([self.v, self.v.new_zeros(softmax.p.shape[1] - keys, self.v.shape[1])])

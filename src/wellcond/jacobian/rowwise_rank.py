@@ -153,7 +153,7 @@ class Gauge:
 
 
 def gauge_of(query: MappedProjection, key: MappedProjection) -> Gauge:
-    """Of two maps whose Jacobians are known as numbers only."""
+    """The gauge of two maps whose Jacobians are known as numbers only."""
     linear = _is_linear(query) and _is_linear(key)
     query, key = _in_visible_basis(query), _in_visible_basis(key)
     if query.rows.shape[1] != key.rows.shape[1] or not query.rows.shape[1]:

@@ -1,7 +1,7 @@
 """Comparisons on a Ray cluster: each run is a Ray task, which Ray repeats elsewhere when it loses its machine.
 
 A repeated run resumes from its last checkpoint. A machine that does not see the comparison's folder trains in a
-temporary one; `Home`, an actor on the machine of the command, sends it the run's files and takes them back.
+temporary one; `FileRelay`, an actor on the machine of the command, sends it the run's files and takes them back.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class RayPool(Pool):
                 machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
                 needed = self.settings.resources(self._first, machines)
                 here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-                self._home = ray.remote(Home).options(num_cpus=0, scheduling_strategy=here).remote()
+                self._home = ray.remote(FileRelay).options(num_cpus=0, scheduling_strategy=here).remote()
                 # A lost machine is seldom the run's own fault.
                 self._task = ray.remote(run_task).options(max_retries=3, **needed)
                 self._phase = f"waiting for a machine with {needed['num_cpus']:g} CPUs and {needed['num_gpus']:g} GPUs"
@@ -212,8 +212,8 @@ def _reason(error: Exception) -> str:
 # On the machines of the cluster
 
 
-class Home:
-    """An actor on the machine of the command: what runs tell, and files of runs whose machine does not see them."""
+class FileRelay:
+    """An actor beside the command: it takes events of runs, and files of runs on machines that do not share its disk."""
 
     def __init__(self) -> None:
         self._events: list[tuple[Path, Event]] = []
@@ -238,12 +238,12 @@ class Home:
             unpack(saved, folder)
 
     def take(self) -> list[tuple[Path, Event]]:
-        """All new events."""
+        """Take all events that are new."""
         taken, self._events = self._events, []
         return taken
 
     def end(self, folder: Path, saved: dict[str, bytes]) -> None:
-        """A run has ended, and everything it told has arrived."""
+        """Note that a run has ended, and that all its events have arrived."""
         if saved:
             unpack(saved, folder)
         self._begun.pop(folder).close()

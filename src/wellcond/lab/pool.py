@@ -279,7 +279,7 @@ class Worker:
 
     @property
     def first(self) -> Connection:
-        """To rank 0, which speaks for all."""
+        """The connection to rank 0, which reports for all ranks."""
         return next(iter(self.processes))
 
 

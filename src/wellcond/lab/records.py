@@ -270,7 +270,7 @@ class Run:
 
     @property
     def metric(self) -> Metric:
-        """What it is judged by; nameless if it failed before that was known."""
+        """The metric that the run is judged by; nameless if it failed before that was known."""
         return Metric.of(self.record.get("metric") or {"name": "", "higher_is_better": True})
 
     def part(self, name: str) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class Run:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """Its method: initialisation, condition, options, and fields of the recipe that it sets."""
+        """The method of the run: initialisation, condition, options, and fields of the recipe that it sets."""
         spec = self.part("method_spec") or self.part("config").get("method")
         return spec if isinstance(spec, dict) else {}
 

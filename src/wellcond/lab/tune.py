@@ -182,7 +182,7 @@ class MethodSearch:
             self.grid[name] = sorted([*self.grid[name], wanted])
 
     def describe(self) -> dict[str, Any]:
-        """Its row in tuning.json: the grid, every score, and the best."""
+        """The row of this method in tuning.json: the grid, every score, and the best."""
         return {
             "label": self.method.label,
             "slug": self.method.slug,

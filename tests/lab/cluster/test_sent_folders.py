@@ -6,7 +6,7 @@ import pytest
 
 from lab.small import assert_same_run, small_job, stop_after
 from wellcond.errors import FolderInUse, RunError
-from wellcond.lab.cluster import Home, pack, unpack
+from wellcond.lab.cluster import FileRelay, pack, unpack
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunFolder
 
@@ -66,7 +66,7 @@ def test_nothing_is_written_outside_the_folder(tmp_path, name):
 
 
 def test_home_knows_which_runs_begin_again_and_keeps_others_out_of_their_folders(interrupted):
-    home = Home()
+    home = FileRelay()
     assert home.begin(interrupted, away=True) == pack(interrupted) and home.take() == []
     with pytest.raises(FolderInUse), RunFolder(interrupted).opened():
         pass

@@ -150,7 +150,7 @@ def test_findings_say_what_the_numbers_say(usual):
     said = "\n".join(find_findings(usual))
     assert "these runs do not show that the gain is due to conditioning" in said
     [saturated] = [line for line in said.splitlines() if line.startswith("Attention is saturated")]
-    assert "of identity(lam=10): there a small κ(J) says nothing good" in saturated
+    assert "of identity(lam=10): there a small κ(J) is not meaningful" in saturated
 
 
 def test_findings_follow_the_numbers(tmp_path):

@@ -67,7 +67,7 @@ def is_structured(forms: str) -> bool:
 
 
 def captured_forms(captured: Iterable[CapturedAttention]) -> str:
-    """The same of attentions that were captured in a forward pass of their model."""
+    """The forms that measure attention layers which were captured in a forward pass of their model."""
     reached = [one for one in captured if one.call is not None]
     return "; ".join(dict.fromkeys(shorten(select_operator(one, 0).how) for one in reached))
 

@@ -168,7 +168,7 @@ def hold_again(config: ObjectConfig, data: Data) -> None:
 
 @register_source(ObjectConfig)
 def load_object(config: ObjectConfig, base: Path) -> Data:
-    """What this process holds."""
+    """The data that were given in Python, which this process holds."""
     return held_data(config)
 
 

@@ -1,4 +1,4 @@
-"""Building a model within the memory that there is: a size that cannot be had is told before it is allocated."""
+"""Refuse to build a model that does not fit into memory, before anything is allocated."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def differences(rows: Tensor) -> Tensor:
 
 
 class Coordinates:
-    """Of (inner tokens) (x) (outer channels) + (outer tokens) (x) (inner channels)."""
+    """Coordinates of (inner tokens) (x) (outer channels) + (outer tokens) (x) (inner channels)."""
 
     def __init__(self, weight: Tensor, tokens: tuple[Tensor, Tensor], channels: tuple[Tensor, Tensor]) -> None:
         """From rows that span each; inner lies in outer. Of the weight (r, d) a few coordinates hold as much as can."""

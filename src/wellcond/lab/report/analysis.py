@@ -110,7 +110,7 @@ class Analysis:
     """Tables of all runs that have conditioning rows."""
 
     def difference(self, method: str) -> statistics.PairedDifference:
-        """Of a method to the baseline; without pairs of the baseline itself."""
+        """The difference of a method to the baseline; one without pairs for the baseline itself."""
         return self.differences.get(method, statistics.NO_PAIRS)
 
     def judge(self, difference: statistics.PairedDifference) -> statistics.Verdict:
@@ -238,13 +238,13 @@ def find_findings(analysis: Analysis) -> list[str]:
     if full := [m for m in analysis.comparison.methods if analysis.attention(m, last=False)[0] < SATURATED]:
         found.append(
             f"Attention is saturated at the first measurement (entropy below {SATURATED} of ln N) of "
-            f"{', '.join(full)}: there a small κ(J) says nothing good; gradient norms show whether W_Q and W_K learn."
+            f"{', '.join(full)}: there a small κ(J) is not meaningful; gradient norms show whether W_Q and W_K learn."
         )
     return found
 
 
 def _scale_control(analysis: Analysis) -> list[str]:
-    """Whether the Gaussian start of the same scale explains the gain of the conditioned one."""
+    """Whether the Gaussian initialisation of the same scale explains the gain of the conditioned one."""
     found, metric = [], analysis.comparison.result
     for difference in analysis.required:
         gain, control = (analysis.difference(method) for method in (difference.method, difference.baseline))

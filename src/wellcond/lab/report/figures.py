@@ -25,7 +25,7 @@ HEADS = "Geometric means over heads and layers; infinite values are in none."
 
 
 class Row(NamedTuple):
-    """One point."""
+    """One point of a figure."""
 
     series: str
     seed: str

@@ -28,7 +28,7 @@ class MonitoredRun:
 
 
 def find_heads(comparison: Comparison) -> list[MonitoredRun]:
-    """Of each method the finished run with the lowest seed beside whose record lies what a monitor wrote."""
+    """For each method, the finished run with the lowest seed beside whose record lies what a monitor wrote."""
     found = []
     for method in comparison.methods:
         runs = comparison.finished(method).values()

@@ -27,7 +27,7 @@ Entry = dict[str, Any]
 
 
 def _shown_runs(comparison: Comparison, *, images: bool) -> Iterator[Run]:
-    """Of each method the finished run with the lowest seed that has samples of a kind."""
+    """For each method, the finished run with the lowest seed that has samples of a kind."""
     for method in comparison.methods:
         for run in comparison.finished(method).values():
             stored = run.record.get("samples")

@@ -207,7 +207,7 @@ class Entry(Settings):
         return self.rows | self.controls
 
     def rows_of(self, column: str) -> dict[str, Row]:
-        """Those that a column has."""
+        """The rows that a column has."""
         return {name: row for name, row in self.all_rows.items() if not row.only or column in row.only}
 
     def read(self, chosen: Mapping[str, str]) -> Entry:
@@ -236,7 +236,7 @@ class Entry(Settings):
 
 
 class Catalogue(Settings):
-    """All of it."""
+    """All tables, figures, ablations and studies."""
 
     studies: dict[str, Study]
     variants: dict[str, Variant]

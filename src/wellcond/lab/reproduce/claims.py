@@ -144,7 +144,7 @@ def read_claims_file() -> ClaimsFile:
 
 
 def read_claims() -> tuple[Claim, ...]:
-    """All of them, in the order in which they are shown."""
+    """All claims, in the order in which they are shown."""
     return read_claims_file().claims
 
 

@@ -115,7 +115,7 @@ class Needs:
     """Kept for the backward pass."""
 
     def on_each(self, gpus: int, recipe: Recipe) -> float:
-        """Of one of so many GPUs."""
+        """Bytes that each of several GPUs needs."""
         samples = recipe.training.batch_size / gpus / recipe.training.accumulate
         shared = self.fixed / gpus if recipe.training.shard else self.fixed
         return shared + self.casts + samples * (self.per_sample or 0.0)

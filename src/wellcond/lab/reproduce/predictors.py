@@ -69,7 +69,7 @@ def interval(correlations: list[float]) -> tuple[float, float, float]:
 
 
 def correlations(comparisons: Mapping[str, Comparison], stored: Measured) -> tuple[ByTask, ByTask]:
-    """With the test at the best rate, and the mean over the rates of the search."""
+    """Rank correlations with the test score at the best rate, and with the mean score over the rates of the search."""
     best: ByTask = {}
     rates: ByTask = {}
     for task, values in stored.items():

@@ -33,7 +33,7 @@ class StoredStudy:
 
     @functools.cached_property
     def analysis(self) -> Analysis:
-        """Its statistics."""
+        """The statistics of this study."""
         return analyse(self.comparison)
 
     @functools.cached_property
@@ -45,7 +45,7 @@ class StoredStudy:
             return None
 
     def label(self, row: Row) -> str:
-        """Of a method, in these records."""
+        """The label of a method in these records."""
         label = row.method
         for part, other in {} if label in self.comparison.methods else TEACHERS.items():
             label = label.replace(part, other)
@@ -90,7 +90,7 @@ class Collection:
     """Whether the folder is laid out like results/, not like what `reproduce` writes."""
 
     def study(self, source: Source, variant: str = "") -> StoredStudy | None:
-        """None if there are no runs."""
+        """A study by its name; None if it has no runs."""
         if not self.committed:
             place = f"{RUNS}/{study_name(source.study, variant)}"
         else:
@@ -108,7 +108,7 @@ class Collection:
 
 
 def study_name(study: str, variant: str) -> str:
-    """Of a study with a variant."""
+    """The name of a study with a variant."""
     return f"{study}-{variant}" if variant else study
 
 

@@ -252,7 +252,7 @@ class ClassificationTask(AbstractTask):
         return cross_entropy(logits.float(), labels.flatten(), reduction="sum")
 
     def num_terms(self, batch: Batch) -> Tensor | int:
-        """One per label."""
+        """Terms of the loss: one per label."""
         return len(batch["label"])
 
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:

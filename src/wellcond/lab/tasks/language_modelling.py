@@ -145,7 +145,7 @@ class LanguageModelling(TokenStreamTask):
         return TokenBlocks(stream, self.length, stride or self.length, rest=not training)
 
     def terms_to_train(self, batch: Batch) -> int:
-        """All tokens: in training every block is full."""
+        """Terms of the loss in training: all tokens, since every block is full."""
         return batch["label"].numel()
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class LanguageModelling(TokenStreamTask):
         return {"vocab_size": self.tokenizer.vocabulary_size, "max_position_embeddings": self.length, **ends}
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Of every token."""
+        """Logits of every token."""
         logits = logits_of(model(input_ids=batch["input_ids"], use_cache=False))
         known, size = logits.shape[-1], self.tokenizer.vocabulary_size
         if known < size:
@@ -340,7 +340,7 @@ class MaskedLanguageModelling(TokenStreamTask):
         return {"vocab_size": self.vocabulary, length: self.length, "pad_token_id": self.tokenizer.special.get("pad")}
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Of the places to guess, those of one sequence after the other."""
+        """Logits of the places to guess, one sequence after the other."""
         tokens, positions = batch["input_ids"], batch["positions"]
         rows, length = tokens.shape
         flat = (positions + length * torch.arange(rows, device=tokens.device)[:, None]).flatten()

@@ -81,7 +81,7 @@ class Detection(AbstractTask):
         return torch.stack(list(losses.values())).sum() * self.num_terms(batch)
 
     def num_terms(self, batch: Batch) -> int:
-        """One per image."""
+        """Terms of the loss: one per image."""
         return len(batch["images"])
 
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
