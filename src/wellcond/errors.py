@@ -54,7 +54,7 @@ class SiteNotFoundError(WellcondError, KeyError):
         """Say which ones it may be."""
         listed = _some([repr(name) for name in names], 12)
         if several:
-            text = f"{path!r} is part of {len(names)} attentions: expected the path of one, such as {listed}"
+            text = f"{path!r} is part of {len(names)} attention layers: expected the path of one, such as {listed}"
         else:
             meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
             text = f"no attention {path!r}{meant} The model has {listed}"

@@ -30,7 +30,7 @@ class Matrix:
 
 
 def block_matrices(model: nn.Module, sites: list[AttentionSite], *, stacks: bool = False) -> Iterator[Matrix]:
-    """Every matrix of the blocks that hold these attentions, in the order of the model.
+    """Every matrix of the blocks that hold these attention layers, in the order of the model.
 
     Embeddings, heads, norms, biases and tables of positions are none of them. Stacks of matrices are refused unless
     `stacks`; the sizes are then those of the projection that is stored in it.
@@ -58,7 +58,7 @@ def block_matrices(model: nn.Module, sites: list[AttentionSite], *, stacks: bool
 
 
 def _block_or_stage(model: nn.Module, site: str, sites: list[AttentionSite]) -> str:
-    """The block of an attention; the stage, with what joins stages, if every element of its list has attentions."""
+    """The block of an attention; the stage, with what joins stages, if every element of its list has some."""
     found = None
     for element in elements_around(model, site):
         parent = element.rpartition(".")[0]
@@ -87,6 +87,6 @@ def elements_around(model: nn.Module, site: str) -> Iterator[str]:
     if not found:
         raise WellcondError(
             f"the attention {site!r} of {type(model).__name__} stands in no list of blocks, so which weights belong to "
-            "its block cannot be told"
+            "its block is not known"
         )
     yield from found

@@ -187,7 +187,7 @@ def _by_weight(sites: list[AttentionSite], projections: str) -> dict[tuple[nn.Mo
             known = parts.setdefault((slot.owner, slot.weight_name), [])
             rows = rows_of(slot)
             if any(other == role and torch.equal(rows_of(seen), rows) for other, seen in known):
-                continue  # a projection that two attentions share is corrected once
+                continue  # a projection that two attention layers share is corrected once
             taken = torch.cat([rows_of(seen).flatten() for _, seen in known]) if known else rows.new_empty(0)
             if bool(torch.isin(rows, taken).any()):
                 raise WeightError(

@@ -213,7 +213,7 @@ def _reason(error: Exception) -> str:
 
 
 class FileRelay:
-    """An actor beside the command: it takes events of runs, and files of runs on machines that do not share its disk."""
+    """An actor beside the command: takes events of runs, and files of runs on machines that do not share its disk."""
 
     def __init__(self) -> None:
         self._events: list[tuple[Path, Event]] = []

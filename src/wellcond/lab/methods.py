@@ -71,7 +71,7 @@ class MethodSettings(Settings):
     condition_options: Options = {}
     projections: Annotated[str, AfterValidator(choose_projections)] = "qkv"
     sites: str = "*"
-    """Pattern of the names of the attentions that it acts on, such as ``blocks.*``."""
+    """Pattern of the names of the attention layers that it acts on, such as ``blocks.*``."""
     set: Annotated[Options, AfterValidator(lambda fields: dict(sorted(fields.items())))] = {}
     """Fields of the recipe that this method changes, such as ``optimizer.lr``; see `override_recipe`."""
     tokens: Annotated[Options, AfterValidator(check_factors)] = {}

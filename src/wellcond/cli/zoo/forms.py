@@ -34,7 +34,7 @@ STRUCTURED = "structured: "
 
 
 def forms_of(sites: Iterable[AttentionSite]) -> str:
-    """The forms that measure these attentions, one try for each kind among them; shortened for a table."""
+    """The forms that measure these attention layers, one try for each kind among them; shortened for a table."""
     return "; ".join(dict.fromkeys(shorten(try_form(site)) for site in one_of_each_kind(sites)))
 
 

@@ -158,7 +158,7 @@ def scale_true_(model: nn.Module, width: int) -> dict[str, float]:
         sites = find_attention(model)
         weights = list(block_matrices(model, sites))
     except WellcondError as error:
-        raise RecipeError(f"proxy: the width of {type(model).__name__} cannot be told: {error}") from error
+        raise RecipeError(f"proxy: the width of {type(model).__name__} is not known: {error}") from error
     factor = math.sqrt(width / sites[0].in_features)
     fixed = float(getattr(getattr(model, "config", None), "initializer_range", None) or LIBRARY_STD)
     depth = len({weight.block for weight in weights})
@@ -169,7 +169,7 @@ def scale_true_(model: nn.Module, width: int) -> dict[str, float]:
 
 
 def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
-    """Whether a weight was drawn with the library's one deviation, not by fan; RecipeError if that cannot be told."""
+    """Whether a weight was drawn with the library's one deviation, not by fan; RecipeError if that is not known."""
     sizes = weight.parameter.detach().double().abs()
     # timm's truncated normal draws a -2 now and then, a hundred deviations; twelve times the median are eight of them.
     std = float(sizes[sizes <= 12 * sizes.median()].square().mean().sqrt())
@@ -189,7 +189,7 @@ def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
         which = "by fan and with one deviation alike" if fits_fan else "by none of the rules that are known"
         raise RecipeError(
             f"proxy: {weight.name} has standard deviation {std:.4g} at {fan_in} inputs and {fan_out} outputs, {which}, "
-            "so its scale in a wider model cannot be told; remove proxy"
+            "so its scale in a wider model is not known; remove proxy"
         )
     return fits_library
 

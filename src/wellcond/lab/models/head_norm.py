@@ -1,4 +1,4 @@
-"""QK-norm for attentions that have none: the projections return queries and keys whose heads have root mean square 1.
+"""QK-norm for layers that have none: the projections return queries and keys whose heads have root mean square 1.
 
     qhat = q / sqrt(mean(q^2) + eps)   for each token and head, without a learned gain, as in nanochat
     qhat = g q / sqrt(mean(q^2) + eps)   with a learned gain g (d) that the heads of a layer share, as in Qwen3
