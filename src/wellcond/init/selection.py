@@ -86,8 +86,8 @@ def exclusion(model: nn.Module, exclude: Sequence[str]) -> Callable[[str], bool]
     """Whether the weight of a name is left out of a selection.
 
     It is if the name has one of the `exclude` as a part between dots (``head`` for head.fc.weight, ``blocks.0`` for
-    blocks.0.mlp.fc1.bias). Outside of attention layers the first or last word of a part is enough: ``head`` then also stands
-    for head_dist and lm_head. The multihead_attn of a decoder is neither.
+    blocks.0.mlp.fc1.bias). Outside of attention layers the first or last word of a part is enough: ``head`` then also
+    stands for head_dist and lm_head. The multihead_attn of a decoder is neither.
     """
     attentions = [site.name for site in scan_attention(model).sites]
 
