@@ -99,8 +99,15 @@ class CapturedAttention:
 
     def heads(self, wanted: Sequence[tuple[int, int | None]], samples: Sequence[int] | None = None) -> list[Head]:
         """`head` of several (key/value head, query head); tokens are shared and weights are read once."""
-        for kv_head, _ in wanted:
-            self._check(kv_head, samples)
+        if not self.is_plain:
+            raise NotPlainError(
+                f"{self.site.name or 'the attention'} is not plain softmax attention: {self.why_not_plain}. "
+                "Use wellcond.jacobian.module.ModuleJacobian, which runs the module itself"
+            )
+        groups = [self.query_heads(*heads) for heads in wanted]
+        for sample in samples or ():
+            if not 0 <= sample < self.num_samples:
+                raise IndexError(f"{self.site.name}: expected a sample below {self.num_samples}, got {sample}")
         self.check_weights()
         chosen = list(range(self.num_samples)) if samples is None else list(samples)
         assert self.x is not None and self.scale is not None
@@ -109,8 +116,7 @@ class CapturedAttention:
         slots = [self.site.by_role(role) for role in ("query", "key", "value")]
         weights, biases = [slot.read() for slot in slots], [slot.read_bias() for slot in slots]
         heads = []
-        for kv_head, query_head in wanted:
-            group = self.query_heads(kv_head, query_head)
+        for (kv_head, _), group in zip(wanted, groups, strict=True):
             rows, keys, bias = x, y, self._bias(group, chosen)
             if bias is not None:
                 alive = ~(bias == -torch.inf).all(-1).all(0)
@@ -127,8 +133,11 @@ class CapturedAttention:
     def query_heads(self, kv_head: int, query_head: int | None = None) -> slice:
         """Query heads of one key/value head, or one of them.
 
-        Raises: IndexError if the key/value head is not that of `query_head`.
+        Raises: IndexError if there is no such key/value head, or it is not that of `query_head`.
         """
+        if not 0 <= kv_head < self.site.num_kv_heads:
+            count = self.site.num_kv_heads
+            raise IndexError(f"{self.site.name}: expected a key/value head below {count}, got {kv_head}")
         group = self.site.num_heads // self.site.num_kv_heads
         first, end = kv_head * group, (kv_head + 1) * group
         if query_head is None:
@@ -154,19 +163,6 @@ class CapturedAttention:
         for at, block in enumerate(own):
             bias[:, at, :, at] = block
         return bias.view(g, count * n, count * m)
-
-    def _check(self, kv_head: int, samples: Sequence[int] | None) -> None:
-        if not self.is_plain:
-            raise NotPlainError(
-                f"{self.site.name or 'the attention'} is not plain softmax attention: {self.why_not_plain}. "
-                "Use wellcond.jacobian.module.ModuleJacobian, which runs the module itself"
-            )
-        if not 0 <= kv_head < self.site.num_kv_heads:
-            count = self.site.num_kv_heads
-            raise IndexError(f"{self.site.name}: expected a key/value head below {count}, got {kv_head}")
-        for sample in samples or ():
-            if not 0 <= sample < self.num_samples:
-                raise IndexError(f"{self.site.name}: expected a sample below {self.num_samples}, got {sample}")
 
     def check_weights(self) -> None:
         """Raise if the weights are not those of the capture."""

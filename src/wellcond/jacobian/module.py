@@ -9,6 +9,7 @@ twice: J v = d<J^T u, v>/du.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from wellcond.attention.evaluation import HOOKS, copy_argument, first_tensor, plain_kernels
 from wellcond.attention.layout import head_rows
-from wellcond.attention.record import ROLES, SiteRecord
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.record import ROLES
 from wellcond.attention.slot import Slot, corrections_of, effective_weight, remove_conditioning
 from wellcond.errors import CopyError, ReplayError, UnsupportedLayoutError, WeightError
 from wellcond.jacobian.capture import CapturedAttention, is_map, tolerance
@@ -69,6 +69,12 @@ class BatchAxis:
     axis: int
     count: int
 
+    def take(self, tensor: Tensor, samples: Sequence[int]) -> Tensor:
+        """A copy of a tensor of the call that has these samples alone, if it has samples."""
+        if tensor.dim() <= self.axis or tensor.shape[self.axis] != self.count:
+            return tensor.clone()
+        return tensor.index_select(self.axis, torch.tensor(samples, device=tensor.device))
+
     def rows(self, samples: Sequence[int], total: int) -> Tensor | None:
         """Rows of these samples among all `total` rows that the call puts out; None if they cannot be distinguished.
 
@@ -105,121 +111,6 @@ def batch_axis(captured: CapturedAttention) -> BatchAxis:
 class _Reached(Exception):  # noqa: N818 - no error: it carries what W_O was about to read out of the forward pass
     def __init__(self, heads: Tensor) -> None:
         self.heads = heads
-
-
-class Replica:
-    """The module of one captured call, in float64, evaluation mode and without hooks.
-
-    What is read is the input of W_O. Where W_O stands outside the module, or there is none, the module returns the
-    heads itself. Where W_O is used without calling its module (nn.MultiheadAttention), the copy has the identity in its
-    place.
-    """
-
-    def __init__(self, site: AttentionSite, call: SiteRecord) -> None:
-        """Copy the module and the arguments of the call.
-
-        Raises:
-            UnsupportedLayoutError: the place of the projections or of the heads in this module is not known.
-            CopyError: the module cannot be copied.
-        """
-        self.site = site
-        self.module = _double_copy(site.module, site.name)
-        memo: dict[int, Any] = {}
-        self.args = copy_argument(call.args, memo, as_double)
-        self.kwargs = copy_argument(call.kwargs, memo, as_double)
-        self.names = {id(module): name for name, module in site.module.named_modules()}
-        self.reads_o = call.heads is not None
-        if self.reads_o:
-            assert site.o is not None
-            self._counterpart(site.o).register_forward_pre_hook(_stop)
-        elif self.has_own_o:
-            self._forget_o()
-
-    def _counterpart(self, slot: Slot) -> nn.Module:
-        name = self.names.get(id(slot.owner))
-        if name is None:
-            raise UnsupportedLayoutError(
-                self.site.name,
-                f"its {type(slot.owner).__name__} is no part of the module, which cannot be run with other weights.",
-                class_name=type(self.site.module).__name__,
-            )
-        return self.module.get_submodule(name)
-
-    @property
-    def has_own_o(self) -> bool:
-        """Whether W_O is stored in the module."""
-        return self.site.o is not None and id(self.site.o.owner) in self.names
-
-    def _forget_o(self) -> None:
-        """W_O = I, b_O = 0."""
-        slot = self.site.o
-        assert slot is not None
-        if slot.in_features != slot.out_features or slot.rows.numel() != slot.in_features:
-            raise UnsupportedLayoutError(
-                self.site.name,
-                "its output projection is used without being called, and is not square: its input cannot be read.",
-                class_name=type(self.site.module).__name__,
-            )
-        owner = self._counterpart(slot)
-        with torch.no_grad():
-            stored = owner.get_parameter(slot.weight_name)
-            stored.copy_(slot.with_matrix(stored, torch.eye(slot.in_features)))
-            if slot.bias_name is not None:
-                getattr(owner, slot.bias_name).zero_()
-
-    def weight_key(self, slot: Slot) -> str:
-        """Name of a slot's weight in the state of the copy."""
-        self._counterpart(slot)
-        name = self.names[id(slot.owner)]
-        return f"{name}.{slot.weight_name}" if name else slot.weight_name
-
-    def stored(self, slot: Slot) -> Tensor:
-        """The copied parameter that holds this slot, corrections of `condition_` included."""
-        return self._counterpart(slot).get_parameter(slot.weight_name)
-
-    def heads(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Concatenated heads (tokens, width) with these weights in place of the stored ones."""
-        memo: dict[int, Any] = {}  # the forward pass may write into its arguments
-        args, kwargs = copy_argument(self.args, memo), copy_argument(self.kwargs, memo)
-        try:
-            with plain_kernels(), InDouble():
-                out = first_tensor(functional_call(self.module, dict(weights), args, kwargs))
-        except _Reached as reached:
-            return self.as_rows(reached.heads)
-        assert out is not None
-        return self.as_rows(out)
-
-    def only(self, samples: Sequence[int], batch: BatchAxis) -> Replica:
-        """The same copy, run on these samples by themselves."""
-        memo: dict[int, Any] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            batched = tensor.dim() > batch.axis and tensor.shape[batch.axis] == batch.count
-            return tensor.index_select(batch.axis, torch.tensor(samples)) if batched else tensor.clone()
-
-        alone = copy.copy(self)
-        alone.args, alone.kwargs = copy_argument(self.args, memo, keep), copy_argument(self.kwargs, memo, keep)
-        return alone
-
-    def as_rows(self, heads: Tensor) -> Tensor:
-        """What W_O reads, or the module returns, as (tokens, width)."""
-        # What works on maps with 1x1 convolutions hands on maps (B, width, h, w).
-        slot = self.site.o or self.site.by_role("query")
-        if isinstance(slot.owner, (nn.Conv1d, nn.Conv2d)) and heads.dim() > 2:
-            heads = heads.movedim(1, -1)
-        return heads.reshape(-1, heads.shape[-1])
-
-    @property
-    def width(self) -> int:
-        """All heads side by side."""
-        return self.columns.numel()
-
-    @property
-    def columns(self) -> Tensor:
-        """Columns of each head (H, dv)."""
-        if self.site.o is not None:
-            return self.site.o.rows
-        return head_rows(self.site.num_heads, self.site.by_role("value").head_dim)
 
 
 def _stop(module: nn.Module, args: Any) -> None:
@@ -276,6 +167,10 @@ def _close(mine: Tensor, theirs: Tensor) -> bool:
 class ModuleJacobian(JacobianOperator):
     """The query heads of one key/value head as a function of their weights, whatever the attention does with them.
 
+    The module of the captured call is run in float64, evaluation mode and without hooks. What is read is the input of
+    W_O; where that stands outside the module, or there is none, the module returns the heads itself, and where it is
+    used without being called (nn.MultiheadAttention), the copy has the identity in its place.
+
     Rows of the Jacobian are ordered (query head, token, o), over all tokens of the captured call; columns Q, K, V, each
     flattened as the D x d matrix row by row (Q per query head), as in `dense_jacobian`. Under talking heads the weights
     act on the other heads too; the output is that of this group alone. Where there is no W_O and the module mixes the
@@ -314,37 +209,94 @@ class ModuleJacobian(JacobianOperator):
             CopyError: the module cannot be copied.
             ReplayError: the copy gives something else, for instance because it keeps state between calls.
         """
-        if captured.call is None:
-            raise ValueError(f"{captured.site.name}: {captured.why_not_plain}")
-        if not 0 <= kv_head < captured.site.num_kv_heads:
-            raise IndexError(
-                f"{captured.site.name}: expected a key/value head below {captured.site.num_kv_heads}, got {kv_head}"
-            )
+        call, site = captured.call, captured.site
+        if call is None:
+            raise ValueError(f"{site.name}: {captured.why_not_plain}")
+        self.captured, self.site, self.kv_head = captured, site, kv_head
+        self.group = captured.query_heads(kv_head, query_head)
         captured.check_weights()
-        self.captured, self.site, self.kv_head = captured, captured.site, kv_head
-        self._slots = [self.site.by_role(role) for role in ROLES]
-        self._replica = Replica(captured.site, captured.call)
-        self.group = group = captured.query_heads(kv_head, query_head)
-        self._rows = [self.site.by_role("query").rows[group]]
-        self._rows += [self.site.by_role(role).rows[kv_head : kv_head + 1] for role in ("key", "value")]
-        self.columns = self._replica.columns[group]
-        """Columns of each query head of the group in what W_O reads, (g, dv)."""
-        heads = [
-            slot.as_matrix(self._replica.stored(slot))[rows].clone()
-            for slot, rows in zip(self._slots, self._rows, strict=True)
-        ]
+        self._module = _double_copy(site.module, site.name)
+        memo: dict[int, Any] = {}
+        self._arguments = copy_argument((call.args, call.kwargs), memo, as_double)
+        self._names = {id(module): name for name, module in site.module.named_modules()}
+        self._reads_o = call.heads is not None
+        self._has_own_o = site.o is not None and id(site.o.owner) in self._names
+        if self._reads_o:
+            assert site.o is not None
+            self._counterpart(site.o).register_forward_pre_hook(_stop)
+        elif self._has_own_o:
+            self._forget_o()
+        self._slots = [site.by_role(role) for role in ROLES]
+        chosen = (self.group, slice(kv_head, kv_head + 1), slice(kv_head, kv_head + 1))
+        self._rows = [slot.rows[some] for slot, some in zip(self._slots, chosen, strict=True)]
+        each = zip(self._slots, self._rows, strict=True)
+        heads = [slot.as_matrix(self.stored(slot))[rows].clone() for slot, rows in each]
         self._weights = self.w_q, self.w_k, self.w_v = heads[0], heads[1][0], heads[2][0]
+        every_column = head_rows(site.num_heads, site.by_role("value").head_dim) if site.o is None else site.o.rows
+        self._width = every_column.numel()
+        self.columns = every_column[self.group]
+        """Columns of each query head of the group in what W_O reads, (g, dv)."""
         self._batch = batch_axis(captured)
         self.samples = list(range(self._batch.count))
         self._kept: Tensor | None = None
         with torch.no_grad():
-            everything = self._all_heads(self.w_q, self.w_k, self.w_v)
+            everything = self._all_heads(*self._weights)
         self._check_replay(everything)
         if samples is not None:
             everything = self._choose(list(samples), everything, alone)
         self.num_rows = everything.shape[0]
         if not self._heads_are_apart(everything):
             self.columns = torch.arange(everything.shape[1])[None]
+
+    # --- the copy of the module ---------------------------------------------------------------------------------------
+
+    def _counterpart(self, slot: Slot) -> nn.Module:
+        name = self._names.get(id(slot.owner))
+        if name is None:
+            raise self._unsupported(
+                f"its {type(slot.owner).__name__} is no part of the module, which cannot be run with other weights."
+            )
+        return self._module.get_submodule(name)
+
+    def _unsupported(self, reason: str) -> UnsupportedLayoutError:
+        return UnsupportedLayoutError(self.site.name, reason, class_name=type(self.site.module).__name__)
+
+    def _forget_o(self) -> None:
+        """W_O = I, b_O = 0."""
+        slot = self.site.o
+        assert slot is not None
+        if slot.in_features != slot.out_features or slot.rows.numel() != slot.in_features:
+            raise self._unsupported(
+                "its output projection is used without being called, and is not square: its input cannot be read."
+            )
+        owner = self._counterpart(slot)
+        with torch.no_grad():
+            stored = owner.get_parameter(slot.weight_name)
+            stored.copy_(slot.with_matrix(stored, torch.eye(slot.in_features)))
+            if slot.bias_name is not None:
+                getattr(owner, slot.bias_name).zero_()
+
+    def stored(self, slot: Slot) -> Tensor:
+        """The copied weight that holds a slot, the very tensor that `run` multiplies; corrections are included."""
+        return self._counterpart(slot).get_parameter(slot.weight_name)
+
+    def run(self, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """What W_O reads, or the module returns, (tokens, width), with these weights in place of the stored ones."""
+        args, kwargs = copy_argument(self._arguments, {})  # the forward pass may write into its arguments
+        try:
+            with plain_kernels(), InDouble():
+                out = first_tensor(functional_call(self._module, dict(weights or {}), args, kwargs))
+        except _Reached as reached:
+            out = reached.heads
+        assert out is not None
+        everything = self._as_rows(out)
+        return everything if self._kept is None else everything[self._kept]
+
+    def _as_rows(self, heads: Tensor) -> Tensor:
+        # What works on maps with 1x1 convolutions hands on maps (B, width, h, w).
+        slot = self.site.o or self.site.by_role("query")
+        heads = heads.movedim(1, -1) if is_map(slot, heads) else heads
+        return heads.reshape(-1, heads.shape[-1])
 
     @torch.no_grad()
     def _choose(self, samples: list[int], everything: Tensor, alone: bool) -> Tensor:
@@ -354,10 +306,10 @@ class ModuleJacobian(JacobianOperator):
             raise IndexError(f"{self.site.name}: expected a sample below {self._batch.count}, got {outside[0]}")
         if samples == self.samples:
             return everything
-        self.samples, whole = samples, self._replica
+        self.samples, whole = samples, self._arguments
         # As many samples as tokens: the shape does not say which axis is which, but running it does.
         for batch in (self._batch, BatchAxis(1 - self._batch.axis, self._batch.count)):
-            self._replica = whole.only(samples, batch)
+            self._arguments = copy_argument(whole, {}, functools.partial(batch.take, samples=samples))
             try:
                 found = self._all_heads(self.w_q, self.w_k, self.w_v)
             except Exception:  # an arbitrary forward pass: windows of one image may come with masks for all of them
@@ -369,7 +321,7 @@ class ModuleJacobian(JacobianOperator):
                 self._batch = batch
                 return found
         rows = self._batch.rows(samples, len(everything))
-        self._replica, self._kept = whole, rows
+        self._arguments, self._kept = whole, rows
         return everything if rows is None else everything[rows]
 
     @property
@@ -406,31 +358,19 @@ class ModuleJacobian(JacobianOperator):
         tokens = call.inputs.get(role)
         if tokens is None:  # used by other means than one call of its module: nothing is known
             return slot.in_features
-        batch = self._batch
-        if tokens.dim() > batch.axis and tokens.shape[batch.axis] == batch.count:
-            tokens = tokens.index_select(batch.axis, torch.tensor(self.samples, device=tokens.device))
+        tokens = self._batch.take(tokens, self.samples)
         tokens = tokens.movedim(1, -1) if is_map(slot, tokens) else tokens
         return numerical_rank(as_double(tokens).reshape(-1, slot.in_features))
-
-    def stored(self, slot: Slot) -> Tensor:
-        """The copied weight that holds a slot: the very tensor that `run` multiplies."""
-        return self._replica.stored(slot)
-
-    def run(self) -> Tensor:
-        """What W_O reads (tokens, width), with the stored weights."""
-        everything = self._replica.heads({})
-        return everything if self._kept is None else everything[self._kept]
 
     def _all_heads(self, *heads: Tensor) -> Tensor:
         """What W_O reads (tokens, width) with these rows in place of the stored ones."""
         weights: dict[str, Tensor] = {}
         for slot, rows, head in zip(self._slots, self._rows, heads, strict=True):
-            key = self._replica.weight_key(slot)
-            stored = weights.get(key, self._replica.stored(slot))
+            key = ".".join(filter(None, (self._names[id(slot.owner)], slot.weight_name)))
+            stored = weights.get(key, self.stored(slot))
             matrix = slot.as_matrix(stored).index_copy(0, rows.flatten(), head.reshape(rows.numel(), -1))
             weights[key] = slot.with_matrix(stored, matrix)
-        everything = self._replica.heads(weights)
-        return everything if self._kept is None else everything[self._kept]
+        return self.run(weights)
 
     def output(self, w_q: Tensor | None = None, w_k: Tensor | None = None, w_v: Tensor | None = None) -> Tensor:
         """Output (g, tokens, dv) with other weights (g, d, D), (d, E), (dv, E); the captured ones where None."""
@@ -444,9 +384,9 @@ class ModuleJacobian(JacobianOperator):
 
         Another value of W_v must change these columns and no others.
         """
-        if self._replica.reads_o or self._replica.has_own_o:
+        if self._reads_o or self._has_own_o:
             return True
-        if everything.shape[1] != self._replica.width:
+        if everything.shape[1] != self._width:
             return False
         other = self._all_heads(self.w_q, self.w_k, self.w_v + 1.0)
         changed = (other - everything).norm(dim=0) > 1e-9 * other.norm()
@@ -461,12 +401,12 @@ class ModuleJacobian(JacobianOperator):
             expected = call.heads
         else:
             expected = call.output
-            if self._replica.has_own_o:  # the copy has the identity in the place of W_O
+            if self._has_own_o:  # the copy has the identity in the place of W_O
                 assert slot is not None
                 found = everything @ as_double(slot.as_matrix(getattr(slot.owner, slot.weight_name))).T
                 bias = slot.read_bias()
                 found = found if bias is None else found + as_double(bias)
-        expected = self._replica.as_rows(as_double(expected))
+        expected = self._as_rows(as_double(expected))
         off = float((found - expected).norm()) / max(float(expected.norm()), torch.finfo(torch.float64).tiny)
         if not off <= 10 * tolerance(self.captured.dtype):
             raise ReplayError(
@@ -509,7 +449,7 @@ class ModuleJacobian(JacobianOperator):
     def batch_size(self) -> int:
         """Products that are computed together: the attention maps of all of them fit in `BATCH_BYTES`."""
         rows = self.num_rows if self._kept is None else self._batch.count * self.num_rows // len(self.samples)
-        maps = 8 * self.site.num_heads * rows * max(rows, self._replica.width)
+        maps = 8 * self.site.num_heads * rows * max(rows, self._width)
         return max(1, min(LARGEST_BATCH, BATCH_BYTES // maps))
 
     def as_matrix(self) -> Tensor:
