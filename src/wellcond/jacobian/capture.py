@@ -392,36 +392,25 @@ def _view_heads(tensor: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
 def _tokens_of(
     site: AttentionSite, call: SiteRecord, q_LHNd: Tensor, k_LHMd: Tensor, v_LHMd: Tensor
 ) -> tuple[Tensor, Tensor] | str:
-    """Tokens x and y behind these operands; an empty string if they are something else, a reason if one is known."""
-    values = _match(site, call, "value", v_LHMd)
-    keys = None if values is None else _match(site, call, "key", k_LHMd, like=values[0])
-    if keys is None:
-        return ""
-    y = keys[0]
-    values = _match(site, call, "value", v_LHMd, like=y)
-    queries = _match(site, call, "query", q_LHNd, like=y)
-    if values is None or queries is None:
-        return ""
-    z, factor = values
-    if abs(factor - 1) > tolerance(v_LHMd.dtype, site.by_role("value").parameter.dtype):
-        return f"values are multiplied by {factor:.6g}"
-    if z.shape != y.shape or not torch.equal(z, y):
-        return "keys and values are made of different tokens"
-    return queries[0], y
+    """Tokens x and y behind these operands; an empty string if they are something else, a reason if one is known.
 
-
-def _match(
-    site: AttentionSite, call: SiteRecord, role: str, heads: Tensor, like: Tensor | None = None
-) -> tuple[Tensor, float] | None:
-    """Tokens behind the heads of one role, and the factor.
-
-    Weights of zero agree with any order of the tokens; the order of `like` is then taken, if it is among them.
+    Weights of zero agree with any order of the tokens; the order of another role is then taken, if it is among them.
     """
-    matching = _matching(site, call, role, heads)
-    first = next(matching, None)
-    if first is None or like is None or like.shape != first[0].shape or torch.equal(like, first[0]):
-        return first
-    return next((match for match in matching if torch.equal(like, match[0])), first)
+    reason = ""
+    for y, _ in _matching(site, call, "key", k_LHMd):
+        for z, factor in _matching(site, call, "value", v_LHMd):
+            if not _equal(z, y):
+                reason = "keys and values are made of different tokens"
+            elif abs(factor - 1) > tolerance(v_LHMd.dtype, site.by_role("value").parameter.dtype):
+                reason = f"values are multiplied by {factor:.6g}"
+            else:
+                first = None
+                for x, _ in _matching(site, call, "query", q_LHNd):
+                    first = x if first is None else first
+                    if x.shape != y.shape or torch.equal(x, y):
+                        return x, y
+                return "" if first is None else (first, y)
+    return reason
 
 
 def _matching(site: AttentionSite, call: SiteRecord, role: str, heads: Tensor) -> Iterator[tuple[Tensor, float]]:

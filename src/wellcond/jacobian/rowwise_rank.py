@@ -96,11 +96,11 @@ def _cancelling_directions(
     key = MappedProjection(
         keys[:real] - fixed.sum(0), fixed, operator.key.value[:real], operator.key.jacobians[:real], keys[:real]
     )
-    found = gauge_of(query, key)
+    cancelling, constant = gauge_of(query, key)
     has_constant = contains_ones(operator.inputs()[1][:real])
     no_other = real == len(keys) and operator.p.shape == softmax.p.shape
-    constant = found.constant if has_constant and no_other and _even_slopes(operator) else 0
-    return 0 if softmax.by_query is not None else found.cancelling, constant
+    constant = constant if has_constant and no_other and _even_slopes(operator) else 0
+    return 0 if softmax.by_query is not None else cancelling, constant
 
 
 def _even_slopes(operator: RowwiseHead) -> bool:
@@ -144,31 +144,23 @@ class Isotypic:
         return self.right.shape[1]
 
 
-@dataclass(frozen=True)
-class Gauge:
+def gauge_of(query: MappedProjection, key: MappedProjection) -> tuple[int, int]:
     """Dimensions of the directions that cancel, and of those of a constant key that no softmax sees."""
-
-    cancelling: int
-    constant: int
-
-
-def gauge_of(query: MappedProjection, key: MappedProjection) -> Gauge:
-    """The gauge of two maps whose Jacobians are known as numbers only."""
     linear = _is_linear(query) and _is_linear(key)
     query, key = _in_visible_basis(query), _in_visible_basis(key)
     if query.rows.shape[1] != key.rows.shape[1] or not query.rows.shape[1]:
-        return Gauge(0, 0)
+        return 0, 0
     n_q, n_k = (_some(side.jacobian if linear else _polar(side.jacobian)) for side in (query, key))
     a, other = (_combination(n_q, seed).T @ _combination(n_k, seed + 1) for seed in (0, 2))
     if float(torch.linalg.cond(a)) > 1e8:
-        return Gauge(0, 0)
+        return 0, 0
     parts = list(_isotypic(torch.linalg.solve(a, other, left=False), n_q, n_k))
     constant = sum(part.size for part in parts if part.is_real and part.is_fixed) if linear else 0
     if linear:
-        return Gauge(sum(_general(part, query, key, a) for part in parts), constant)
+        return sum(_general(part, query, key, a) for part in parts), constant
     if bool(query.fixed.any() or key.fixed.any()) or not _is_null(_random_skew(parts), query, key, a):
-        return Gauge(0, constant)
-    return Gauge(sum(_skew(part, query, key, a) for part in parts), constant)
+        return 0, constant
+    return sum(_skew(part, query, key, a) for part in parts), constant
 
 
 def _is_linear(side: MappedProjection) -> bool:
@@ -209,13 +201,14 @@ def _isotypic(z: Tensor, n_q: Tensor, n_k: Tensor) -> Iterator[Isotypic]:
         waiting = [at for at in waiting if at not in same]
         if first.imag < -tolerance:  # its conjugate stands for both
             continue
-        part = Isotypic(right[:, same], left[same], bool(abs(first.imag) <= tolerance), False)
-        yield Isotypic(part.right, part.left, part.is_real, _unmoved(part, n_q) and _unmoved(part, n_k))
+        basis = right[:, same]
+        unmoved = _acts_alike(n_q, basis) and _acts_alike(n_k, basis)
+        yield Isotypic(basis, left[same], bool(abs(first.imag) <= tolerance), unmoved)
 
 
-def _unmoved(part: Isotypic, jacobians: Tensor) -> bool:
-    """Whether all maps act alike on an eigenspace."""
-    images = jacobians.to(part.right.dtype) @ part.right
+def _acts_alike(jacobians: Tensor, basis: Tensor) -> bool:
+    """Whether all maps do the same to an eigenspace."""
+    images = jacobians.to(basis.dtype) @ basis
     return float((images - images[:1]).norm()) <= 1e-10 * float(images.norm())
 
 
