@@ -46,18 +46,6 @@ def layer_function(functions, layer):
     return function, tuple(p for _, parameters in functions for p in parameters)
 
 
-def test_g1_two_heads():
-    first, second = head_function(G1), head_function(G1_EXCHANGED)
-    dense = dense_of(lambda *w: torch.cat([first[0](*w[:3]), second[0](*w[3:])]), (*first[1], *second[1]))
-    sigma, operators = torch.linalg.svdvals(dense), (SoftmaxJacobian(G1), SoftmaxJacobian(G1_EXCHANGED))
-    one, other = (operator_spectrum(operator) for operator in operators)
-    assert (other.sigma_max, other.sigma_min) == pytest.approx((2.341408432, 0.1666479525), rel=1e-9)
-    assert float(sigma[0] / sigma[-1]) == pytest.approx(26.01715862, rel=1e-9)
-    assert union_condition_number([one, other]) == pytest.approx(26.01715862, rel=1e-9)
-    alone = torch.cat([torch.linalg.svdvals(operator.as_matrix()) for operator in operators])
-    torch.testing.assert_close(sigma, alone.sort(descending=True).values)
-
-
 def test_condition_number_of_a_union():
     wide, deficient = operator_spectrum(SoftmaxJacobian(G1)), operator_spectrum(SoftmaxJacobian(tall_head()))
     assert union_condition_number([wide, deficient]) == math.inf

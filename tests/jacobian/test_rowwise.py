@@ -131,14 +131,6 @@ def test_rank_of_a_norm_head_that_is_wider_than_its_tokens():
     assert numerical_rank(torch.linalg.svdvals(form.as_matrix())) == form.rank_bound().rank
 
 
-def test_rank_of_a_generic_rotary_head():
-    normal, d, D = normals(5), 4, 4
-    head = Head(normal(40, D), normal(d, D), normal(d, D), normal(2, D), 1.0)
-    form = mapped_head(head, lambda rows: rope(rows, *angles(40, d, "half"), "half"))
-    assert form.rank_bound().rank == 2 * d * D + 2 * D - d
-    assert numerical_rank(torch.linalg.svdvals(form.as_matrix())) == form.rank_bound().rank
-
-
 def test_weights_keep_relative_accuracy_when_attention_is_one_hot():
     """T13: V^T Lambda of a row with p = (1, e, e, ...) is of order e, far below rounding of V."""
     v, small = normals(9)(4, 3), 1e-30

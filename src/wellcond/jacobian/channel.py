@@ -117,8 +117,25 @@ class ChannelHead(JacobianOperator):
         return self.v @ self.p.T
 
     def rank_bound(self) -> RankBound:
-        """See Note [Channel ranks]."""
-        return _rank_bound(self)
+        """An upper bound.
+
+        Note [Channel ranks]. Every output column V p_c, and every derivative of it, is a combination of the tokens (and
+        of the constant, if values have a bias): with t the rank of those, rank J <= C t, never full for N > D + 1. With
+        at least as many key channels as query channels P generically has rank C and J_V = P (x) X~ alone reaches C t,
+        if the bias of the values is a parameter or absent. (Not for one token with l2 norm: its P has entries e^tau and
+        e^-tau only.) With fewer, rank J_V <= E rank(X~), and at most C (E - 1) dimensions of the logits pass the
+        softmax.
+        """
+        (c, e, _), with_v = self._widths, self._counted[2]
+        rank_x, ones = rank_and_ones(self.x)
+        span = rank_x + int(self.b_v is not None and not ones)
+        rank = min(c * span, e * (span if with_v else rank_x) + c * (e - 1), self.shape[1])
+        names = []
+        if rank < self.num_outputs:
+            names.append(f"outputs outside the span of the tokens: {self.num_outputs - c * span}")
+        if rank < c * span or span > rank_x and not with_v:
+            names.append("upper bound on the rank")
+        return RankBound(rank, "; ".join(names), rank_x)
 
     def matvec(self, v: Tensor) -> Tensor:
         """J v."""
@@ -302,26 +319,3 @@ def _kron(left: Tensor, right: Tensor) -> Tensor:
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x @ weight.T if bias is None else x @ weight.T + bias
-
-
-def _rank_bound(head: ChannelHead) -> RankBound:
-    r"""An upper bound on the rank.
-
-    Note [Channel ranks]. Every output column V p_c, and every derivative of it, is a combination of the tokens (and of
-    the constant, if values have a bias): with t the rank of those, rank J <= C t. So J never has full row rank when
-    N > t, in particular when N > D + 1. With at least as many key channels as query channels P generically has rank C
-    and J_V = P (x) X~ alone reaches C t, if the bias of the values is a parameter or absent: the bound is attained.
-    (Not for one token with l2 norm: its P has entries e^tau and e^-tau only.)
-    With fewer, rank J_V <= E rank(X~), and at most C (E - 1) dimensions of the logits pass the softmax.
-    """
-    c, e, with_v = head.w_q.shape[0], head.w_k.shape[0], head._counted[2]
-    rank_x, ones = rank_and_ones(head.x)
-    span = rank_x + int(head.b_v is not None and not ones)
-    through_values = e * (span if with_v else rank_x)
-    rank = min(c * span, through_values + c * (e - 1), head.shape[1])
-    names = []
-    if rank < head.num_outputs:
-        names.append(f"outputs outside the span of the tokens: {head.num_outputs - c * span}")
-    if rank < c * span or span > rank_x and not with_v:
-        names.append("upper bound on the rank")
-    return RankBound(rank, "; ".join(names), rank_x)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 import torch
+from numpy.polynomial.chebyshev import chebinterpolate
 from torch import Tensor
 
 from wellcond.linalg.polar import HEADROOM, TINY, inverse_root, largest_eigenvalue, schedule
@@ -69,17 +70,12 @@ _SERIES: dict[tuple[float, float], tuple[float, float, tuple[float, ...]]] = {}
 
 
 def _coefficients(power: float, low: float) -> tuple[float, float, tuple[float, ...]]:
-    """Of x^power on [low, 1.001], by the discrete cosine transform of its values at Chebyshev points."""
+    """Of x^power on [low, 1.001], from its values at Chebyshev points."""
     key = (power, low)
     if key not in _SERIES:
-        high, count = 1.001, 4 * DEGREE
-        angles = [math.pi * (j + 0.5) / count for j in range(count)]
-        values = [(0.5 * (low + high) + 0.5 * (high - low) * math.cos(angle)) ** power for angle in angles]
-        sums = [
-            2 / count * math.fsum(value * math.cos(k * angle) for value, angle in zip(values, angles, strict=True))
-            for k in range(DEGREE + 1)
-        ]
-        _SERIES[key] = low, high, (sums[0] / 2, *sums[1:])
+        high = 1.001
+        series = chebinterpolate(lambda t: (0.5 * (low + high) + 0.5 * (high - low) * t) ** power, 4 * DEGREE - 1)
+        _SERIES[key] = low, high, tuple(series[: DEGREE + 1].tolist())
     return _SERIES[key]
 
 

@@ -43,7 +43,8 @@ class TrackingOptions:
         _check_steps("every", None if isinstance(self.every, str) and self.every == "auto" else self.every)
         _check_steps("weights_every", self.weights_every)
         budget = self.budget
-        if budget is not None and not (_is_number(budget) and 0 < budget <= 1):
+        is_number = isinstance(budget, Real) and not isinstance(budget, bool)
+        if budget is not None and not (is_number and 0 < budget <= 1):
             raise ValueError(f"budget: expected a share between 0 and 1, or None for no limit, got {budget!r}")
         heads = self.heads
         listed = isinstance(heads, (Sequence, set, frozenset)) and not isinstance(heads, str) and len(heads) > 0
@@ -252,7 +253,3 @@ def _check_steps(name: str, steps: Any) -> None:
 
 def _is_count(value: Any, *, least: int) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
