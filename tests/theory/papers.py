@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.factors import build_factors
-from wellcond.jacobian.head import contains_ones, logit_rank
+from wellcond.jacobian.head import contains_ones
 from wellcond.linalg.orthogonal import polar
 from wellcond.linalg.spectrum import singular_values, spectrum
 from wellcond.theory import Head, papers_bound, structural_ranks
@@ -134,12 +134,3 @@ def deficient_rank(head: Head) -> int:
     """
     assert contains_ones(head.values())
     return head.num_outputs - (head.num_tokens - spectrum(head.x).rank)
-
-
-def parameter_nullity(d: int, width: int, *, bias: bool = False, rope: bool = False) -> int:
-    """Null directions of W_Q and W_K of one head without a mask: d^2, d^2 + d with biases, 2Dd - D^2 for d > D.
-
-    Rotations leave of them only what commutes with them, a complex number for each pair of coordinates: d.
-    """
-    full = width + bias
-    return d if rope else 2 * full * d - logit_rank(full, full - bias, head_dim=d)

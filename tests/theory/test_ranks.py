@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from theory import cases
-from theory.papers import deficient_rank, gauge_direction, key_shift_direction, parameter_nullity
-from theory.reference import F64, attention, blocks, head, jacobian_of, rank, stack, wide
+from theory.papers import deficient_rank, gauge_direction, key_shift_direction
+from theory.reference import F64, blocks, head, rank, stack, wide
 from wellcond.errors import HypothesisError
 from wellcond.jacobian.head import contains_ones, wide_rank_bound, wide_shape
 from wellcond.jacobian.softmax import dense_jacobian
@@ -150,33 +150,3 @@ def test_deficient_rank():
     x = torch.cat([torch.randn(5, 1, dtype=F64), torch.ones(5, 1, dtype=F64)], 1)
     h = gaussian_head(5, 2, 2, tokens=x)
     assert contains_ones(h.x @ h.w_v.T) and rank(wide(h)) <= deficient_rank(h) == 7
-
-
-def rotate(z: torch.Tensor) -> torch.Tensor:
-    """RoPE: coordinates in pairs, pair k of token n turned by n / 3^k."""
-    n, d = z.shape
-    angle = torch.arange(n, dtype=F64)[:, None] / 3.0 ** torch.arange(d // 2, dtype=F64)
-    a, b = z[:, ::2], z[:, 1::2]
-    return torch.stack([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).reshape(n, d)
-
-
-def rope_attention(x, wq, wk, wv, s):
-    return torch.softmax(s * rotate(x @ wq) @ rotate(x @ wk).T, -1) @ (x @ wv)
-
-
-@pytest.mark.parametrize(
-    "d, width, bias, rope",
-    [(2, 3, 0, 0), (3, 3, 0, 0), (2, 3, 1, 0), (4, 2, 0, 0), (4, 2, 1, 0), (2, 3, 0, 1), (4, 4, 0, 1)],
-)
-def test_nullity_table(d, width, bias, rope):
-    n = 24
-    x = torch.cat([torch.randn(n, width, dtype=F64), torch.ones(n, bias, dtype=F64)], 1)
-    weights = [0.5 * torch.randn(width + bias, d, dtype=F64) for _ in range(3)]
-    forward = rope_attention if rope else attention
-    j = torch.cat(jacobian_of(lambda *w: forward(x, *w, d**-0.5), *weights), 1)
-    assert j.shape[1] - rank(j) == parameter_nullity(d, width, bias=bool(bias), rope=bool(rope))
-
-
-def test_nullity_table_values():
-    assert parameter_nullity(64, 768) == 64**2 and parameter_nullity(64, 768, bias=True) == 64**2 + 64
-    assert parameter_nullity(64, 768, rope=True) == 64 and parameter_nullity(5, 3) == 2 * 3 * 5 - 9
