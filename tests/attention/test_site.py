@@ -33,7 +33,10 @@ def test_they_are_still_a_list(sites):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("layers.3", "'layers.3' is part of 2 attention layers: expected the path of one, such as 'layers.3.self_attn'"),
+        (
+            "layers.3",
+            "'layers.3' is part of 2 attention layers: expected the path of one, such as 'layers.3.self_attn'",
+        ),
         ("layer.0", "no attention 'layer.0'; did you mean 'layers.0.self_attn'"),
         ("encoder", "no attention 'encoder'. The model has 'layers.0.self_attn', 'layers.0.multihead_attn'"),
     ],

@@ -509,8 +509,8 @@ def _is_packed(path: Path) -> bool:
 def read_packed(path: Path) -> Comparison:
     """A comparison from a file: lines of kind `comparison`, `search`, `tuning`, `tuning-run` and `run`, in this order.
 
-    What all runs have in common stands once, under `shared` in the first line: the record of a run is that mapping with
-    the keys of its own line laid over it, level by level.
+    The first line has what most runs have in common under `shared`, and what those of a method have under `by_method`:
+    the record of a run is these two mappings and its own line, laid over one another level by level.
     """
     with reading_packed(path):
         stored, by_kind = read_lines(path)
@@ -549,7 +549,10 @@ def read_lines(path: Path) -> tuple[dict[str, Any], dict[str, Rows]]:
     kinds = ("search", "tuning", "tuning-run", "run")
     by_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in kinds}
     for kind in kinds[2:]:
-        by_kind[kind] = [merge(stored["shared"], line) for line in by_kind[kind]]
+        common = [
+            merge(stored["shared"], stored.get("by_method", {}).get(line["method"], {})) for line in by_kind[kind]
+        ]
+        by_kind[kind] = [merge(shared, line) for shared, line in zip(common, by_kind[kind], strict=True)]
     return stored, by_kind
 
 

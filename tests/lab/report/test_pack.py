@@ -24,7 +24,7 @@ from wellcond.lab.comparison import LineWatch
 from wellcond.lab.records import RUN, Run, load_comparisons, log_mark, merge, read_record, seal
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
-from wellcond.lab.report.pack import MOST_POINTS, hashlib, pack, pack_steps, share, unpack
+from wellcond.lab.report.pack import MOST_POINTS, hashlib, pack, pack_steps, share, share_by_method, unpack
 from wellcond.lab.report.page import gather, render_markdown
 from wellcond.lab.report.tuning import find_tuning
 
@@ -98,6 +98,22 @@ def test_sharing_loses_nothing():
     shared, rests = share(records)
     assert shared == {"config": {"lr": 1}}
     assert [merge(shared, rest) for rest in rests] == records
+
+
+def test_sharing_by_method_loses_nothing_and_a_line_keeps_what_was_searched():
+    def record(method, seed, rate, std):
+        own = {"label": method, "options": {"std": std}, "set": {"optimizer.lr": rate}}
+        config = {"optimizer": {"name": "adamw", "lr": rate}, "method": own}
+        return {"method": method, "seed": seed, "config": config}
+
+    records = [record("default", seed, 0.1, seed == 2) for seed in range(3)]
+    records += [record("gaussian", seed, 0.3, 2.5) for seed in range(2)] + [record("alone", 0, 1.0, 0)]
+    shared, rests = share_by_method(records)
+    assert set(shared) == {"default", "gaussian"} and rests[-1] == records[-1]
+    assert [merge(shared.get(rest["method"], {}), rest) for rest in rests] == records
+    assert rests[0] == {
+        "method": "default", "seed": 0, "config": {"optimizer": {"lr": 0.1}, "method": {"set": {"optimizer.lr": 0.1}}},
+    }  # fmt: skip
 
 
 def test_pandas_reads_it_without_our_code(packed):

@@ -64,7 +64,7 @@ from wellcond.lab.report.tuning import TunedPoint
 
 OWN = ("kind", "folder", "method", "seed", "status", "test", "final", "best", "samples", "fine_tuned")
 """Keys of a line of a run that are never shared: what it is and what came out."""
-FIRST = ("schema", "kind", "shared", "lines")
+FIRST = ("schema", "kind", "shared", "by_method", "lines")
 """Keys of the first line of a file that no record of a comparison has, or has otherwise."""
 LEFT_OUT = ("schema", "kind", "slug", "config_hash", "logs", "samples")
 """Keys of the record of a run folder that follow from others, or are about the folder."""
@@ -155,12 +155,19 @@ def packed_lines(comparison: Comparison, trials: Sequence[Run] = ()) -> bytes:
     ]
     own = [_whole(run, with_samples=run is shown.get(run.method)) for run in runs]
     shared, rests = share([*searched, *own])
+    by_method, rests = share_by_method(rests)
     lines = [*_search_lines(comparison), *rests]
     rest = "".join(f"{to_json(line, compact=True)}\n" for line in lines).encode()
     # Runs of `train` have no record of a comparison; all but its name follows from them.
     stored = {"name": comparison.name} if comparison.stored is None else dict(comparison.stored)
     stored = {key: value for key, value in stored.items() if key not in FIRST}
-    first = {"kind": "comparison" if own else "search only", "schema": SCHEMA, **stored, "shared": shared}
+    first = {
+        "kind": "comparison" if own else "search only",
+        "schema": SCHEMA,
+        **stored,
+        "shared": shared,
+        "by_method": by_method,
+    }
     first["lines"] = log_mark(len(rest), hashlib.sha256(rest))
     return to_json(seal(first)).encode() + b"\n" + rest
 
@@ -208,7 +215,7 @@ def unpack(file: Path, folder: Path) -> int:
         for place, record in records.items():
             check_stays_inside(made, [made / place])
             (made / place).parent.mkdir(parents=True, exist_ok=True)
-            left = (CHECKSUM, "shared", "lines") if len(place.parts) == 1 else (CHECKSUM, "folder")
+            left = (CHECKSUM, "shared", "by_method", "lines") if len(place.parts) == 1 else (CHECKSUM, "folder")
             kept = {key: value for key, value in record.items() if key not in left}
             write_atomically(made / place, to_json(seal(kept), indent=1) + "\n")
         if folder.exists():
@@ -258,16 +265,38 @@ def _kept(record: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def share(runs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def share_by_method(runs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What most records of each method have in common, but for its searched settings; and of each record the rest."""
+    shared: dict[str, Any] = {}
+    rests = list(runs)
+    for method in dict.fromkeys(run["method"] for run in runs):
+        places = [place for place, run in enumerate(runs) if run["method"] == method]
+        if len(places) > 1:
+            shared[method], own = share([runs[place] for place in places], searched=True)
+            for place, rest in zip(places, own, strict=True):
+                rests[place] = rest
+    return shared, rests
+
+
+def _searched(run: Mapping[str, Any]) -> set[Keys]:
+    """Where a record has the settings that its method sets for itself, which its line keeps."""
+    method = run.get("config", {}).get("method")
+    names = (method.get("set") or {}) if isinstance(method, dict) else {}
+    return {("config", *name.split(".")) for name in names} | {("config", "method", "set", name) for name in names}
+
+
+def share(runs: Sequence[dict[str, Any]], *, searched: bool = False) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What most records have in common, and of each the rest; `records.merge` puts them together again.
 
-    Shared is a value that more than half of the records have, if all have one there: the others state their own.
+    Shared is a value that more than half of the records have, if all have one there: the others state their own. With
+    `searched` each keeps the settings that its method searched.
     """
     flat = [dict(leaves_of(record)) for record in runs]
     texts = [{path: json.dumps(leaf, sort_keys=True) for path, leaf in leaves.items()} for leaves in flat]
     common: dict[Keys, str] = {}
+    kept = set().union(*map(_searched, runs)) if searched else ()
     for path in flat[0]:
-        if path[0] in OWN or not all(path in leaves for leaves in texts):
+        if path[0] in OWN or path in kept or not all(path in leaves for leaves in texts):
             continue
         [(text, count)] = Counter(leaves[path] for leaves in texts).most_common(1)
         if 2 * count > len(texts):
