@@ -83,7 +83,7 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) ->
         if quiet:
             continue
         titles = {"tuning": "Tuning", "summary": comparison.title}
-        for table in [table for table in reversed(content.tables) if table.name in titles]:
+        for table in [table for table in reversed(content.shown_tables) if table.name in titles]:
             print_table(out, replace(table, title=titles[table.name]))
         out.print(escape(bottom_line(content.analysis)), style="bold", soft_wrap=True)
         for finding in find_findings(content.analysis):
@@ -141,7 +141,7 @@ def reproduce(
     from wellcond.lab.comparison import training_in
     from wellcond.lab.methods import parse_methods
     from wellcond.lab.reproduce.compare_with_paper import outcome_tables, write_outcome
-    from wellcond.lab.reproduce.launch import check_data, launch_table, place_data, probe_plan
+    from wellcond.lab.reproduce.launch import check_data, launch_tables, place_data, probe_plan
     from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
     from wellcond.lab.reproduce.studies import Collection
 
@@ -150,6 +150,7 @@ def reproduce(
         _show([list_table(scale, home)], as_json=json)
         return
     if records is not None:
+        entry = entry.at("tiny")
         stored = Collection(records, committed=True)
         if entry.kind != "static" and not stored.has_runs(entry):
             advice = "Give a folder laid out like results/, or leave --records out to run it."
@@ -164,7 +165,7 @@ def reproduce(
         if plan.studies and scale != "tiny":
             if probe:
                 probe_plan(plan, home, ranks, PROBE_SECONDS, lambda text: echo(text, err=True))
-            tables.append(launch_table(plan, known, scale, home, ranks, data or ()))
+            tables += launch_tables(plan, known, scale, home, ranks, data or ())
         _show(tables, as_json=json, quiet=quiet)
         return
     check_data(plan)

@@ -58,7 +58,7 @@ def test_what_is_undecided_is_not_called_better(tmp_path):
     methods = [FakeMethod("default", {0: 30.0, 1: 31.0, 2: 32.0}), FakeMethod("polar", {0: 29.0, 1: 32.0, 2: 30.5})]
     analysis = study(tmp_path, methods, metric=PERPLEXITY)
     said = "\n".join([bottom_line(analysis), *find_findings(analysis)])
-    assert "Of 1 method against default, 1 is undecided; the largest gain is +0.5, of polar" in said
+    assert "Of 1 method against default, 1 is undecided; the largest gain is -0.5, of polar" in said
     assert "3 seeds can show a true difference of" in said and "better" not in said
 
 
@@ -137,9 +137,9 @@ def test_step_times_need_cores_of_their_own(tmp_path):
     change_records(tmp_path, forget)
     analysis = analyse(load_comparisons(tmp_path)[0])
     assert set(column(summary_table(analysis), "time of a step").values()) == {"–"}
-    assert any("not measured alone" in note for note in summary_table(analysis).notes)
+    assert any("shared their cores" in note for note in summary_table(analysis).notes)
     cost = table_of(analysis, "cost")
-    assert set(column(cost, "seconds per step").values()) == {"–"} and "not measured alone" in " ".join(cost.notes)
+    assert set(column(cost, "seconds per step").values()) == {"–"} and "shared their cores" in " ".join(cost.notes)
     assert set(column(cost, "samples per second").values()) == {"–"}
     assert set(column(table_of(analysis, "matching"), "seconds of training").values()) == {"–"}
     assert set(column(cost, "training, s").values()) == {"–"} and "–" not in column(cost, "peak memory").values()

@@ -27,6 +27,7 @@ from wellcond.lab.records import load_comparisons
 from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
 from wellcond.lab.report.draw import draw_panels, draw_static, log_range
 from wellcond.lab.report.figures import COLUMNS, build_figures, write_csv
+from wellcond.lab.report.names import readable
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
 from wellcond.lab.report.table import table_csv
 from wellcond.lab.report.tables import build_tables
@@ -143,7 +144,7 @@ def test_every_figure_of_lines_has_its_legend(usual, usual_page):
             start = page.index(f'id="figure-{figure.name.replace("_", "-")}"')
             section = page[start : page.index("</section>", start)]
             assert len(figure.panels) <= 3
-            assert [f">{method}</button>" in section for method in usual.comparison.methods] == [True] * 5
+            assert [f">{readable(method)}</button>" in section for method in usual.comparison.methods] == [True] * 5
 
 
 def test_findings_say_what_the_numbers_say(usual):
@@ -176,10 +177,31 @@ def test_one_seed_is_said_and_not_tested(tmp_path):
 def test_perplexity(tmp_path):
     methods = [FakeMethod("default", {0: 30.0, 1: 31.0, 2: 32.5}), FakeMethod("polar", {0: 28.0, 1: 29.5, 2: 29.0})]
     analysis = study(tmp_path, methods, metric=PERPLEXITY)
-    assert "1 is undecided; the largest gain is +2.333, of polar" in bottom_line(analysis)
+    assert "1 is undecided; the largest gain is -2.333, of polar" in bottom_line(analysis)
     assert build_tables(analysis)[0].rows[1][3] == "28.83 ± 0.7638"
-    assert "(perplexity negated)" in build_tables(analysis)[0].notes[0]
+    assert "a fall of perplexity is negative and better" in build_tables(analysis)[0].notes[0]
     assert "lower is better" in render_page(gather(analysis))
+
+
+def test_a_fall_of_perplexity_has_a_minus_for_people_and_is_a_gain_in_files(tmp_path):
+    methods = [FakeMethod("default", {0: 30.0, 1: 31.0, 2: 32.5}), FakeMethod("polar", {0: 28.0, 1: 29.5, 2: 29.0})]
+    analysis = study(tmp_path, methods, metric=PERPLEXITY)
+    summary = build_tables(analysis)[0]
+    assert summary.rows[1][4].startswith("-2.333 [") and summary.values[1]["difference"] == pytest.approx(7 / 3)
+    [differences] = [figure for figure in build_figures(analysis) if figure.name == "differences"]
+    assert differences.panels[0].by_series()["polar"]["mean"][0].value == pytest.approx(-7 / 3)
+    assert "To the left of the dotted line is better" in differences.caption
+
+
+def test_methods_stand_in_the_order_of_the_figure_and_under_their_names(tmp_path):
+    larger = "tokens(embeddings=1, positions=30)"
+    methods = [FakeMethod("default", {0: 0.8, 1: 0.81}), FakeMethod("polar", {0: 0.7, 1: 0.72}),
+               FakeMethod(larger, {0: 0.9, 1: 0.91})]  # fmt: skip
+    content = gather(study(tmp_path, methods))
+    assert [row[0] for row in content.shown_tables[0].rows] == [larger, "default (baseline)", "polar"]
+    page = render_page(content)
+    assert page.index("larger positions (x 30)") < page.index("default (baseline)")
+    assert page.count(f'<td class="t">{larger}</td>') == 1  # what to type for it
 
 
 def test_without_conditioning_rows(tmp_path):

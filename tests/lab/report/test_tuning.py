@@ -108,7 +108,7 @@ def test_rows_have_every_seed_the_mean_and_no_mean_where_a_run_diverged(tmp_path
     assert all(math.isfinite(value) for _, value in means["conditioned"])
     assert {row.seed for row in figure.panels[0].rows} == {"1000", "1001", "mean", "mean-std", "mean+std"}
     [(_, svg, places)] = draw_panels(figure)
-    assert places == [0, 1] and all(f">{text}</text>" in svg for text in ("optimizer.lr", "0.0001", "0.1"))
+    assert places == [0, 1] and all(f">{text}</text>" in svg for text in ("learning rate", "0.0001", "0.1"))
 
 
 def test_of_two_fields_each_panel_is_the_best_over_the_other(tmp_path):

@@ -11,8 +11,8 @@ from wellcond.errors import UnknownChoiceError
 from wellcond.lab.records import setting_differences
 from wellcond.lab.reproduce.catalogue import SCALES, catalogue, find_entry
 from wellcond.lab.reproduce.compare_with_paper import build_figures, outcome_tables
-from wellcond.lab.reproduce.plan import PlanOptions, make_plan
-from wellcond.lab.reproduce.studies import Collection, find_study, study_name
+from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan
+from wellcond.lab.reproduce.studies import Collection, find_study
 from wellcond.lab.tasks.glue import NAMES
 
 ABLATIONS = "lambda norm thm partial out vscale cost match scale vlayout gran mimetic roles qknorm ws".split()
@@ -45,7 +45,7 @@ def test_every_plan_is_sound(id, scale):
     plan = plan_of(id, scale)
     assert bool(plan.studies) is (ENTRIES[id].kind != "static")
     for study in plan.studies:
-        assert study.recipe.scale == scale
+        assert study.recipe.scale == scale and study.title
         labels = [method.label for method in study.methods]
         assert study.recipe.baseline in labels and len(labels) == len(set(labels))
         assert len(study.jobs) == len(labels) * len(study.seeds)
@@ -146,18 +146,47 @@ def test_a_reading_is_an_option_of_an_id():
     other = make_plan("S-T4", entry.read({"model": "crammed-bert"}), "paper", PlanOptions(Path("nowhere")))
     assert plan_of("S-T4", "paper").studies[0].recipe.name == "bert-12"
     assert other.studies[0].recipe.name == "crammed-bert"
-    assert ENTRIES["S-F2"].readings == {"mean": "arithmetic", "weights": "original"}
-    assert ENTRIES["C-F1"].readings == {"mean": "arithmetic"} and ENTRIES["C-T1"].readings == {}
+    assert set(ENTRIES["S-F2"].readings) == {"mean", "weights", "jacobian"}
+    assert ENTRIES["C-F1"].readings == {"mean": "arithmetic", "jacobian": "stacked"} and ENTRIES["C-T1"].readings == {}
     with pytest.raises(UnknownChoiceError, match="weights"):
         ENTRIES["C-F1"].read({"weights": "conditioned"})
     with pytest.raises(UnknownChoiceError, match="geometric"):
         ENTRIES["C-F1"].read({"mean": "harmonic"})
 
 
+@pytest.mark.parametrize(
+    ("id", "reading", "name", "field", "values"),
+    [
+        ("S-F8", {"jacobian": "joint"}, "vit-jacobian-joint", "tracking.stacked", (True, False)),
+        ("S-T11", {"text": "1000"}, "lra-text-text-1000", "task.length", (4000, 1000)),
+        ("C-T3", {"upsampling": "two"}, "coco-xcit-upsampling-two", "model.arguments.upsampling", ("single", "two")),
+    ],
+)
+def test_a_reading_that_changes_what_runs_has_runs_of_its_own_at_scale_paper(id, reading, name, field, values):
+    def value_in(plan):
+        found = plan.studies[-1].recipe.model_dump()
+        for key in field.split("."):
+            found = found[key]
+        return found
+
+    other = make_plan(id, ENTRIES[id].read(reading), "paper", PlanOptions(Path("nowhere")))
+    assert (value_in(plan_of(id, "paper")), value_in(other)) == values
+    assert other.studies[-1].name == name
+    small = make_plan(id, ENTRIES[id].read(reading), "tiny", PlanOptions(Path("nowhere")))
+    assert [study.name for study in small.studies] == [study.name for study in plan_of(id, "tiny").studies]
+
+
+def test_the_list_says_what_runs_and_not_what_the_paper_ran():
+    rows = {row[0]: row for row in list_table("tiny", Path("nowhere")).rows}
+    assert rows["C-T1"][2].startswith("ViT (width 64), DeiT (width 48), ") and rows["C-T1"][2].endswith(" on CIFAR-10")
+    assert rows["C-T8"][2] == "GPT-2 (width 96) on TinyStories" and rows["S-T8"][2] == "computed, without runs"
+    assert not any("ImageNet" in row[2] for row in rows.values())
+
+
 def test_figures_follow_the_chosen_reading():
     """S-F7 at scale tiny: kappa of W_Q of both runs at the first measurement, from the committed rows themselves."""
     records = Collection(RESULTS, committed=True)
-    stored = records.study(ENTRIES["S-F7"].at("tiny").columns["W"])
+    stored = records.study(ENTRIES["S-F7"].at("tiny").address("W"))
     entry = ENTRIES["S-F7"].at("tiny")
 
     def first(chosen, panel, series):
@@ -194,20 +223,17 @@ def test_at_scale_tiny_an_id_runs_what_its_records_ran(id):
     entry = ENTRIES[id]
     planned = {study.name: study for study in plan_of(id, "tiny").studies}
     records = Collection(RESULTS, committed=True)
-    named = {*(row.variant for row in entry.all_rows.values()), ""}
     compared = 0
-    for name, source in entry.columns.items():
-        for variant in named:
-            here = entry.at("tiny").columns[name].study
-            stored, plan = records.study(source, variant), planned.get(study_name(here, variant))
-            if stored is not None and plan is not None:
-                assert core_differences(plan, stored.comparison) == [], (name, variant)
-                compared += 1
+    for address in entry.at("tiny").addresses():
+        stored, plan = records.study(address), planned.get(address.name)
+        if stored is not None and plan is not None:
+            assert core_differences(plan, stored.comparison) == [], address
+            compared += 1
     assert compared or id in WITHOUT_RECORDS
 
 
 def test_the_table_of_small_image_sets_shows_the_records_there_are():
-    [table] = outcome_tables("C-T2", ENTRIES["C-T2"], "tiny", Collection(RESULTS, committed=True))
+    [table] = outcome_tables("C-T2", ENTRIES["C-T2"].at("tiny"), "tiny", Collection(RESULTS, committed=True))
     counts = {(row["column"], row["row"]): row.get("n", 0) for row in table.values}
     assert {column for (column, _), count in counts.items() if count} == {"Pets", "CIFAR-10"}
     assert {count for (column, _), count in counts.items() if column in ("Pets", "CIFAR-10")} == {10}

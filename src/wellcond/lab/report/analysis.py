@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from wellcond.lab.records import ARITHMETIC, MEASURED, Comparison, Run
+from wellcond.lab.records import ARITHMETIC, MEASURED, Comparison, Metric, Run
 from wellcond.lab.report import statistics
 from wellcond.lab.report.epochs_to_match import Matching, match_methods, match_unit
 from wellcond.lab.report.table import MISSING, Cell, finite_mean, number, show_seeds
@@ -130,6 +130,13 @@ class Analysis:
             said = f"{verdict.kind}, by less than {margin}"
         return said, {"verdict": verdict.kind}
 
+    @property
+    def best_first(self) -> list[str]:
+        """Methods by their mean difference to the baseline, which has none; those without pairs last."""
+        means = {method: found.mean for method, found in self.differences.items() if found.count}
+        means[self.comparison.baseline] = 0.0
+        return sorted(self.comparison.methods, key=lambda method: -means.get(method, -math.inf))
+
     def outcomes(self, method: str) -> Counter[str]:
         """How many runs finished, diverged, failed, or are partial."""
         return Counter(run.outcome for run in self.comparison.of(method))
@@ -216,14 +223,17 @@ def bottom_line(analysis: Analysis) -> str:
         return f"Only {', '.join(finished)} has finished runs, so there is nothing to compare."
     top = max(compared, key=lambda difference: difference.mean)
     size = "largest gain" if top.mean > 0 else "smallest loss"
-    led = f"the {size} is {metric.show(top.mean, sign=True)}{metric.unit}, of {top.method}"
+    change = top.as_change(metric)
+    led = f"the {size} is {metric.show(change.mean, sign=True)}{metric.unit}, of {top.method}"
     seeds = max(difference.count for difference in compared)
     if seeds < statistics.FEWEST_SEEDS:
         few = "only one seed" if seeds == 1 else f"only {seeds} seeds"
         return f"Against {comparison.baseline}, {led}; with {few} no difference can be told from the luck of a seed."
     counts = Counter(WORDS[analysis.judge(difference).kind] for difference in compared)
     told = [f"{n} {'is' if n == 1 else 'are'} {word}" for word in WORDS.values() if (n := counts[word])]
-    facts = [f"95 % interval {statistics.interval_cell(top.interval, metric)[0]}"] if top.interval is not None else []
+    facts = (
+        [f"95 % interval {statistics.interval_cell(change.interval, metric)[0]}"] if change.interval is not None else []
+    )
     facts += [show_seeds(top.count), WORDS[analysis.judge(top).kind]]
     return (
         f"Of {len(compared)} {'method' if len(compared) == 1 else 'methods'} against {comparison.baseline}, "
@@ -259,7 +269,11 @@ def _scale_control(analysis: Analysis) -> list[str]:
             why = "; too few seeds to say whether scale explains the gain."
         found.append(
             f"Scale control: {difference.baseline}, which has the scale of {difference.method} but not its "
-            f"conditioning, differs from {gain.baseline} by {metric.show(control.mean, sign=True)}{metric.unit}, "
-            f"{difference.method} by {metric.show(gain.mean, sign=True)}{metric.unit}{why}"
+            f"conditioning, differs from {gain.baseline} by {_show_change(control, metric)}, "
+            f"{difference.method} by {_show_change(gain, metric)}{why}"
         )
     return found
+
+
+def _show_change(difference: statistics.PairedDifference, metric: Metric) -> str:
+    return f"{metric.show(difference.as_change(metric).mean, sign=True)}{metric.unit}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from wellcond.errors import needs_extra
 from wellcond.lab.report.figures import BUDGET, HIGH, HIGH_END, LOW, LOW_END, MEAN, Figure, Panel, Row
+from wellcond.lab.report.names import rename
 from wellcond.lab.report.table import cut
 from wellcond.pages import style
 
@@ -65,6 +66,7 @@ def styled(settings: Mapping[str, Any] = STYLE) -> Iterator[None]:
     chosen: Any = dict(settings)  # matplotlib lists the names that it takes
     with matplotlib.rc_context(chosen), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a character that the font lacks is drawn as a box
+        warnings.filterwarnings("ignore", "overflow", RuntimeWarning)  # of ticks beyond an axis that ends at 1e307
         yield
 
 
@@ -112,6 +114,10 @@ class Pen:
         place = self.figure.methods.index(max(found, key=len))
         return place, palette()[f"c{place % NUM_COLOURS}"], DASHES[place // NUM_COLOURS % 4]
 
+    def name(self, series: str) -> str:
+        """A series as a reader knows it."""
+        return rename(series, self.figure.methods)
+
     def note(self, place: int, text: str, points: Sequence[str] = ()) -> str:
         """The id of an artist of a series."""
         self.shown.append((place, text, points))
@@ -132,7 +138,7 @@ class Pen:
             means = [seeds[name] for name in (MEAN, LOW, HIGH)] if MEAN in seeds else []
             count = len(seeds) - 3 if means else 1 if series in self.figure.methods else 0
             place, colour, dashes = self.look(series)
-            text = f"{series}, {({0: 'not in any mean', 1: '1 seed'}).get(count, f'mean of {count} seeds')}"
+            text = f"{self.name(series)}, {({0: 'not in any mean', 1: '1 seed'}).get(count, f'mean of {count} seeds')}"
             if count > 1:
                 (x, low), (_, high) = self.points(means[1]), self.points(means[2])
                 ax.fill_between(x, low, high, color=colour, alpha=0.16, lw=0, gid=self.note(place, text))
@@ -155,14 +161,12 @@ class Pen:
         ax.set_xlabel(_tidy(cut(x_label, 48)))
         ax.set_ylabel(_tidy(cut(panel.y_label, 48)))
         if panel.log:
-            _set_log(ax, "y", log_range(values, panel.span))
-        elif panel.span:
-            ax.set_ylim(panel.span)
+            _set_log(ax, "y", log_range(values))
         if panel.x_label:  # the values that were tried, at most nine of them
             tried = sorted({row.step for row in panel.rows})
             if tried[0] > 0:
                 _set_log(ax, "x")
-            ticks = tried[:: math.ceil(len(tried) / 9)]
+            ticks = tried[:: math.ceil(len(tried) / (9 if len(self.figure.panels) == 1 else 4))]
             ax.xaxis.set_ticks(ticks, [f"{value:.3g}" for value in ticks])
             ax.xaxis.set_ticks([], minor=True)
 
@@ -186,19 +190,21 @@ class Pen:
             mean, low, high = (found.get(name, math.nan) for name in (MEAN, LOW_END, HIGH_END))
             seeds = {name: value for name, value in found.items() if name not in (MEAN, LOW_END, HIGH_END)}
             place, colour, _ = self.look(series)
-            text = f"{series}: mean {mean:.4g}" + (f" [{low:+.4g}, {high:+.4g}]" if math.isfinite(low) else "")
+            name = self.name(series)
+            text = f"{name}: mean {mean:.4g}" + (f" [{low:+.4g}, {high:+.4g}]" if math.isfinite(low) else "")
+            ax.text(0.01, at - 0.2, _tidy(cut(name, 60)), transform=ax.get_yaxis_transform(), va="bottom", fontsize=8.5)
             dots: dict[str, Any] = {"color": colour, "ls": "", "mec": palette()["card"], "mew": 0.8}
             if span is not None and not span[0] <= mean <= span[1]:
                 below, inset = mean < span[0], 0.01 * (span[1] - span[0])
                 edge = span[0] + inset if below else span[1] - inset
-                ax.plot(edge, at, marker="<" if below else ">", ms=8, gid=self.note(place, text, [text]), **dots)
+                ax.plot(edge, at + 0.1, marker="<" if below else ">", ms=8, gid=self.note(place, text, [text]), **dots)
                 continue
-            ax.plot([low, high], [at, at], color=colour, lw=1.6, gid=self.note(place, text))
-            ax.plot(mean, at, marker="o", ms=6.5, gid=self.note(place, text, [text]), **dots)
-            gap, middle = min(0.11, 0.6 / max(len(seeds), 1)), (len(seeds) - 1) / 2
+            ax.plot([low, high], [at + 0.1, at + 0.1], color=colour, lw=1.6, gid=self.note(place, text))
+            ax.plot(mean, at + 0.1, marker="o", ms=6.5, gid=self.note(place, text, [text]), **dots)
+            gap, middle = min(0.08, 0.4 / max(len(seeds), 1)), (len(seeds) - 1) / 2
             for number, (seed, value) in enumerate(seeds.items()):
-                reached, y = math.isfinite(value), at + gap * (number - middle)
-                label = f"{series}, seed {seed}: {f'{value:.5g}' if reached else 'never'}"
+                reached, y = math.isfinite(value), at + 0.1 + gap * (number - middle)
+                label = f"{name}, seed {seed}: {f'{value:.5g}' if reached else 'never'}"
                 ax.plot(
                     value if reached else target,
                     y,
@@ -208,8 +214,8 @@ class Pen:
                     **dots,
                 )
         ax.set_xlabel(_tidy(cut(panel.y_label, 48)))
-        ax.yaxis.set_ticks(range(len(bars)), [_tidy(cut(name)) for name in bars])
-        ax.set_ylim(len(bars) - 0.5, -0.5)
+        ax.yaxis.set_ticks([])
+        ax.set_ylim(len(bars) - 0.6, -0.6)
         ax.grid(visible=False, axis="y")
         if span:
             ax.set_xlim(span)
@@ -225,7 +231,9 @@ def draw_static(figure: Figure) -> bytes:
         series = dict.fromkeys(name for panel in figure.panels for name in panel.by_series() if name != BUDGET)
         looks = {place: (colour, dashes) for place, colour, dashes in sorted(map(pen.look, series), key=lambda a: a[0])}
         # A leading underscore would hide the entry.
-        labels = [] if figure.bars else [re.sub("^_", " ", _tidy(cut(figure.methods[at], 40))) for at in looks]
+        labels = (
+            [] if figure.bars else [re.sub("^_", " ", _tidy(cut(pen.name(figure.methods[at]), 40))) for at in looks]
+        )
         beside = max(1, int(width / CHARACTER / (max(map(len, labels), default=0) + 6)))
         height = rows * (_height(figure) + 0.5) + 0.2 * len(labels) / beside + 0.4
         canvas, axes = subplots(rows, columns, width, height)
@@ -247,16 +255,14 @@ def draw_panels(figure: Figure) -> list[tuple[str, str, list[int]]]:
     Series can be hidden by `data-method`, the place of their method; pointing at a point shows what it is.
     """
     made = []
-    width = 6.8 if len(figure.panels) == 1 else 4.2
+    width = 6.8 if len(figure.panels) == 1 and not figure.bars else 4.2
     with styled(STYLE | REPORT | {"savefig.transparent": True}):
         for at, panel in enumerate(figure.panels):
             pen = Pen(figure)
             height = _height(figure)
             canvas, [[ax]] = subplots(1, 1, width, height, layout=None)  # a computed layout takes twice as long
-            longest = max((len(cut(row.series)) for row in panel.rows), default=0) if figure.bars else 8
-            canvas.subplots_adjust(
-                (0.2 + CHARACTER * longest) / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.1 / height
-            )
+            left = 0.15 if figure.bars else 0.8
+            canvas.subplots_adjust(left / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.1 / height)
             pen.draw(ax, panel)
             named = _with_titles(to_svg(canvas, tight=False), pen.shown)
             names = {colour: name for name, colour in palette().items() if name != "accent"}  # which is c0 as well
@@ -287,10 +293,10 @@ def _with_titles(svg: bytes, shown: Sequence[tuple[int, str, Sequence[str]]]) ->
     return ElementTree.tostring(root)
 
 
-def log_range(values: Iterable[float], span: tuple[float, float] | None = None) -> tuple[float, float]:
-    """Both ends of a logarithmic axis, as powers of ten, for some values or a fixed span."""
+def log_range(values: Iterable[float]) -> tuple[float, float]:
+    """Both ends of a logarithmic axis, as powers of ten, for some values."""
     usable = [value for value in values if 0 < value < math.inf]
-    low, high = span or (min(usable, default=1.0), max(usable, default=10.0))
+    low, high = min(usable, default=1.0), max(usable, default=10.0)
     # In logarithms, since bounds come near the largest float: room at both ends, and never beyond it. At least half a
     # decade, since the axis would zoom into the rounding of flat curves.
     bottom, top = math.log10(low), math.log10(high)
@@ -300,10 +306,14 @@ def log_range(values: Iterable[float], span: tuple[float, float] | None = None) 
 
 def _set_log(ax: Axes, which: str, ends: tuple[float, float] | None = None) -> None:
     """A logarithmic axis, with plain text at its ticks: formulas take ten times as long to draw."""
+    from matplotlib.ticker import MaxNLocator
+
     getattr(ax, f"set_{which}scale")("log")
     axis = getattr(ax, f"{which}axis")
+    axis.set_minor_formatter("")
+    if ends and ends[1] - ends[0] < 1:
+        axis.set_major_locator(MaxNLocator(5))
     axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter("{x:g}" if ends and ends[1] - ends[0] < 1 else "")
     if ends:
         getattr(ax, f"set_{which}lim")(*(10.0**end for end in ends))
 
@@ -313,7 +323,7 @@ def _height(figure: Figure) -> float:
     if not figure.bars:
         return 3.3
     most = max(len({row.series for row in panel.rows} - {BUDGET}) for panel in figure.panels)
-    return 0.9 + 0.39 * max(most, 2)
+    return 0.9 + 0.42 * max(most, 2)
 
 
 def _readable_span(bars: list[dict[str, float]]) -> tuple[float, float] | None:

@@ -44,8 +44,6 @@ class Panel:
     y_label: str
     rows: Sequence[Row]
     log: bool = False
-    span: tuple[float, float] | None = None
-    """Fixed range of values, where panels must be comparable."""
     x_label: str = ""
     """Of a horizontal axis of its own, which shows the steps of the points as values that were tried."""
 
@@ -153,13 +151,12 @@ def build_figures(analysis: Analysis) -> list[Figure]:
     """Figures with at least one point."""
     comparison, metric = analysis.comparison, analysis.comparison.metric
     scores = curves_of(analysis, "evaluations", metric.name, metric.scale)
+    side = "right" if metric.higher_is_better else "left"
     jacobian = [
         _measured_panel(analysis, "pseudo_condition_number", "κ(J), measured", name="kappa"),
         _measured_panel(analysis, "bound_log10", "true upper bound", name="bound"),
         _measured_panel(analysis, "papers_bound_log10", "papers' bound (not a bound)", name="papers_bound"),
     ]
-    known = [row.value for panel in jacobian for row in panel.rows if 0 < row.value < math.inf]
-    span = (min(known) / 1.5, max(known) * 1.5) if known else None
     count = sum(table.columns["inexact"].sum() for tables in analysis.heads.values() for table in tables)
     inexact = f"; {count:.0f} are not exact (an estimate, or singular as far as float64 can tell)" if count else ""
     gradients = {role: curves_of(analysis, "steps", f"grad_norm_{role}") for role in ROLES}
@@ -168,7 +165,7 @@ def build_figures(analysis: Analysis) -> list[Figure]:
             "Summary",
             "differences",
             "Paired differences",
-            f"To the right of the dotted line is better than {comparison.baseline}; a bar is the 95 % interval of the "
+            f"To the {side} of the dotted line is better than {comparison.baseline}; a bar is the 95 % interval of the "
             "mean, small dots are seeds. A bar across the line is no evidence. A triangle at the edge is a method "
             "beyond the axis.",
             [_difference_panel(analysis)],
@@ -198,10 +195,10 @@ def build_figures(analysis: Analysis) -> list[Figure]:
             "Conditioning",
             "jacobian",
             "Condition number of the Jacobian",
-            f"{HEADS} All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo){inexact}. "
+            f"{HEADS} Every panel has an axis of its own. κ(J) is over the non-zero spectrum (pseudo){inexact}. "
             "What the papers print as a bound is not one: measured values may exceed it. Values beyond 10³⁰⁰ are not "
             f"drawn. {BAND}",
-            [replace(panel, span=span) for panel in jacobian],
+            jacobian,
         ),
         (
             "Conditioning",
@@ -242,16 +239,17 @@ def build_figures(analysis: Analysis) -> list[Figure]:
 
 
 def _difference_panel(analysis: Analysis) -> Panel:
-    """The best first, beside the line of no difference."""
+    """The best first, beside the line of no difference; of a metric that is to fall, the change."""
     metric, known = analysis.comparison.result, [d for d in analysis.differences.values() if d.count]
     rows = [Row(BUDGET, MEAN, math.nan, math.nan, 0.0)] if known else []
     for difference in sorted(known, key=lambda difference: -difference.mean):
-        low, high = difference.interval or (math.nan, math.nan)
-        points = {str(seed): value for seed, value in difference.values.items()}
-        points |= {MEAN: difference.mean, LOW_END: low, HIGH_END: high}
+        change = difference.as_change(metric)
+        low, high = change.interval or (math.nan, math.nan)
+        points = {str(seed): value for seed, value in change.values.items()}
+        points |= {MEAN: change.mean, LOW_END: low, HIGH_END: high}
         rows += [Row(difference.method, seed, math.nan, math.nan, x * metric.scale) for seed, x in points.items()]
     unit = f" ({metric.unit.strip()})" if metric.unit else ""
-    return Panel("metric", "", f"gain in {metric.name}{unit}", rows)
+    return Panel("metric", "", f"{'gain in' if metric.higher_is_better else 'change of'} {metric.name}{unit}", rows)
 
 
 def match_rows(unit: str, matchings: Mapping[str, Matching]) -> list[Row]:

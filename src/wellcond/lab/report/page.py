@@ -17,11 +17,14 @@ from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_fi
 from wellcond.lab.report.draw import NUM_COLOURS, draw_panels, draw_static
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
 from wellcond.lab.report.heads import FILE, MonitoredRun, find_heads
+from wellcond.lab.report.names import readable, rename
 from wellcond.lab.report.samples import detections_markdown, find_pictures, find_samples, samples_markdown
 from wellcond.lab.report.table import (
     Table,
+    in_order,
     plain_markdown,
     plain_setting,
+    show_range,
     table_csv,
     table_markdown,
     visible,
@@ -42,7 +45,7 @@ TABS = {
     "Cost": ("cost",),
     "Samples": (),
     "Detections": (),
-    "Runs": ("statistics", "seeds"),
+    "Runs": ("labels", "statistics", "seeds"),
 }
 """Tabs of the page, each with its tables; figures name theirs."""
 MOST_SHOWN = 4
@@ -61,6 +64,11 @@ class Content:
     samples: dict[str, list[dict[str, str]]]
     pictures: list[dict[str, Any]]
     heads: list[MonitoredRun]
+
+    @property
+    def shown_tables(self) -> list[Table]:
+        """For people: methods from the best to the worst, as in the figure of differences."""
+        return [in_order(table, self.analysis.best_first) for table in self.tables]
 
 
 def gather(analysis: Analysis, *, figures: bool = True) -> Content:
@@ -113,7 +121,7 @@ def _facts(comparison: Comparison) -> dict[str, str]:
         "Data": str(data.get("description") or data.get("name") or "not recorded"),
         "Model": str(comparison.runs[0].part("model").get("name") or "not recorded"),
         "Judged by": f"{metric.name} ({metric.better}){tested if comparison.tested else ''}",
-        "Seeds": f"{', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}",
+        "Seeds": f"{show_range(comparison.seeds)}; baseline {comparison.baseline}",
     }
     return facts | ({"Notes": comparison.notes} if comparison.notes else {})
 
@@ -160,7 +168,7 @@ def render_markdown(content: Content) -> str:
     ]
     if findings := find_findings(content.analysis):
         lines += ["## Findings", "", *(f"- {plain_markdown(finding)}" for finding in findings), ""]
-    for table in content.tables:
+    for table in content.shown_tables:
         link = [f"[CSV](tables/{table.name}.csv)", ""] if content.figures else []
         lines += [f"## {table.title}", "", table_markdown(table), "", *link]
     lines += [*samples_markdown(content.samples), *detections_markdown(content.pictures)]
@@ -173,9 +181,20 @@ def render_markdown(content: Content) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _labels_table(methods: Sequence[str]) -> Table:
+    """What to type for the methods that the page names otherwise; without rows if it names none."""
+    rows = [
+        {"name here": readable(label), "as --methods takes it": label} for label in methods if readable(label) != label
+    ]
+    return Table.of("labels", "Names of methods", rows, (), (0, 1))
+
+
 def render_page(content: Content) -> str:
     """HTML of a comparison as one self-contained file; the same records give the same bytes."""
-    tables = {table.name: without_empty_columns(table) for table in content.tables}
+    methods = content.analysis.comparison.methods
+    shown = [without_empty_columns(table) for table in content.shown_tables]
+    tables = {table.name: table.change_texts(lambda text: rename(text, methods)) for table in shown}
+    tables |= {"labels": _labels_table(methods)}
     environment = pages.environment("wellcond.lab.report")
     drawn = [(figure, draw_panels(figure)) for figure in content.figures or ()]
     tabs = {
@@ -183,7 +202,11 @@ def render_page(content: Content) -> str:
         for title, names in TABS.items()
     }
     has_more = {"Samples": bool(content.samples), "Detections": bool(content.pictures), "Heads": bool(content.heads)}
-    environment.filters |= {"visible": visible, "px": lambda value: f"{value:.6g}"}
+    environment.filters |= {
+        "named": lambda text: rename(text, methods),
+        "visible": visible,
+        "px": lambda value: f"{value:.6g}",
+    }
     return environment.get_template("comparison.html").render(
         comparison=content.analysis.comparison,
         facts=_facts(content.analysis.comparison),

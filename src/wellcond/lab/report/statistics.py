@@ -103,6 +103,12 @@ class PairedDifference(Summary):
             return math.nan
         return float(stdtr(self.count - 1, (abs(self.sample.mean()) - margin) / (self.std / math.sqrt(self.count))))
 
+    def as_change(self, metric: Metric) -> PairedDifference:
+        """The first minus the second as a reader expects it: a fall of perplexity is negative."""
+        if metric.higher_is_better:
+            return self
+        return replace(self, values={seed: -value for seed, value in self.values.items()}, relative=-self.relative)
+
     def cell(self, metric: Metric) -> tuple[str, Values]:
         """Mean and interval, the latter where there is one; and the numbers for programs."""
         shown, (ends, numbers) = metric.show(self.mean, sign=True), interval_cell(self.interval, metric)

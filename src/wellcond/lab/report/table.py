@@ -9,7 +9,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,6 +59,20 @@ class Table:
             rows=tuple(tuple(row[at] for at in columns) for row in self.rows),
             text_columns=frozenset(new for new, at in enumerate(columns) if at in self.text_columns),
         )
+
+    def change_texts(self, change: Callable[[str], str]) -> Table:
+        """The table with every text that it shows changed."""
+        rows = tuple(tuple(map(change, row)) for row in self.rows)
+        return replace(self, header=tuple(map(change, self.header)), rows=rows, notes=tuple(map(change, self.notes)))
+
+
+def in_order(table: Table, methods: Sequence[str]) -> Table:
+    """A table with a row for each of these methods in their order; another one as it is."""
+    named = [row.get("method") for row in table.values]
+    if table.name == "seeds" or not named or not set(named) <= set(methods):
+        return table
+    order = sorted(range(len(named)), key=lambda at: methods.index(str(named[at])))
+    return replace(table, rows=tuple(table.rows[at] for at in order), values=tuple(table.values[at] for at in order))
 
 
 def without_empty_columns(table: Table) -> Table:
@@ -124,6 +138,12 @@ def show_share(share: float) -> str:
 def show_seeds(count: int) -> str:
     """How many seeds there are."""
     return "1 seed" if count == 1 else f"{count} seeds"
+
+
+def show_range(numbers: Sequence[int]) -> str:
+    """Whole numbers, many in a row by the first and the last."""
+    in_a_row = len(numbers) > 3 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]} to {numbers[-1]}" if in_a_row else ", ".join(map(str, numbers))
 
 
 def cut(label: str, longest: int = 22) -> str:

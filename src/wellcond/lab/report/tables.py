@@ -8,12 +8,21 @@ from typing import Any
 from wellcond.lab.records import KAPPAS, Comparison, Metric
 from wellcond.lab.report.analysis import Analysis, seconds_per_step, step_ratios
 from wellcond.lab.report.epochs_to_match import SMOOTH, match_method, show_match
-from wellcond.lab.report.statistics import Summary, interval_cell, show_p, smallest_detectable, summarise_logs
+from wellcond.lab.report.statistics import (
+    PairedDifference,
+    Summary,
+    interval_cell,
+    show_p,
+    smallest_detectable,
+    summarise_logs,
+)
 from wellcond.lab.report.table import MISSING, Cell, Row, Table, Values, finite_mean, number, show_known, show_share
 
 NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
 """Numbers of an evaluation that are no scores."""
 KAPPA_J = "pseudo_condition_number"
+MOST_NAMED = 5
+"""Runs that a note lists."""
 
 
 def build_tables(analysis: Analysis) -> list[Table]:
@@ -67,7 +76,7 @@ def summary_table(analysis: Analysis) -> Table:
                 "runs": _outcomes(analysis, method),
                 "learning rate": _number("learning_rate", learning_rate(comparison, method)),
                 f"{metric.label}, mean ± std": summary.cell(metric),
-                f"difference to {comparison.baseline} [95 % interval]": difference.cell(metric),
+                f"difference to {comparison.baseline} [95 % interval]": _change(difference, metric),
                 "p (Holm)": show_p(difference.p_holm),
                 "verdict": analysis.verdict(difference),
                 f"{unit}s to match": (
@@ -84,10 +93,12 @@ def summary_table(analysis: Analysis) -> Table:
 
 def _summary_notes(analysis: Analysis) -> list[str]:
     comparison, metric = analysis.comparison, analysis.comparison.result
-    negated = "" if comparison.metric.higher_is_better else f" ({comparison.metric.name} negated)"
+    name, positive = comparison.metric.name, "positive is better"
+    if not comparison.metric.higher_is_better:
+        positive = f"a fall of {name} is negative and better (in CSV files {name} is negated: positive is better)"
     margin = "" if math.isnan(analysis.margin) else f", here {metric.show(analysis.margin)}{metric.unit}"
     notes = [
-        f"Differences are paired by seed, {comparison.baseline} subtracted, positive is better{negated}; intervals and "
+        f"Differences are paired by seed, {comparison.baseline} subtracted, {positive}; intervals and "
         "p by the paired t distribution, p corrected by Holm's method over this table; uncorrected p and all other "
         "statistics are in the table of statistics.",
         "Verdicts: better and worse have p below 0.05 after Holm's correction; equal has both one-sided tests at 5 % "
@@ -144,8 +155,15 @@ def _time_notes(analysis: Analysis) -> list[str]:
     finished = [run for run in analysis.comparison.runs if run.finished]
     runs = [f"{run.method}, seed {run.seed}" for run in finished if not run.alone]
     named = "" if len(runs) == len(finished) else f": {', '.join(runs)}"
-    said = f"Times that were not measured alone on their cores are those of the company, and left out{named}."
-    return [said] if runs else []
+    if MOST_NAMED < len(runs) < len(finished):
+        named = f": {len(runs)} of {len(finished)} runs"
+    note = f"Times of runs that shared their cores with others are left out{named}."
+    return [note] if runs else []
+
+
+def _change(difference: PairedDifference, metric: Metric) -> Cell:
+    """As a reader expects it, with the numbers for programs, in which positive is better."""
+    return difference.as_change(metric).cell(metric)[0], difference.cell(metric)[1]
 
 
 def statistics_table(analysis: Analysis) -> Table:
@@ -154,6 +172,7 @@ def statistics_table(analysis: Analysis) -> Table:
     rows: list[Row] = []
     for method, summary in analysis.summaries.items():
         d, values = analysis.difference(method), summary.values.values()
+        change = d.as_change(metric)
         rows.append(
             {
                 "method": (method, {"method": method}),
@@ -163,11 +182,14 @@ def statistics_table(analysis: Analysis) -> Table:
                 "min": _scaled("min", min(values, default=math.nan), metric),
                 "max": _scaled("max", max(values, default=math.nan), metric),
                 "pairs": (str(d.count or MISSING), d.cell(metric)[1]),
-                f"difference to {comparison.baseline}": metric.show(d.mean, sign=True),
+                f"difference to {comparison.baseline}": metric.show(change.mean, sign=True),
                 "its std": metric.show(d.std),
-                "relative": show_known(d.relative, "{:+.1%}"),
-                "95 % interval (t)": interval_cell(d.interval, metric),
-                "95 % interval (bootstrap)": interval_cell(d.bootstrap, metric, "bootstrap_"),
+                "relative": show_known(change.relative, "{:+.1%}"),
+                "95 % interval (t)": (interval_cell(change.interval, metric)[0], interval_cell(d.interval, metric)[1]),
+                "95 % interval (bootstrap)": (
+                    interval_cell(change.bootstrap, metric)[0],
+                    interval_cell(d.bootstrap, metric, "bootstrap_")[1],
+                ),
                 "p": show_p(d.p),
                 "p (Holm)": show_p(d.p_holm),
                 "can show": _scaled("detectable", smallest_detectable(d.std, d.count), metric),
@@ -191,16 +213,17 @@ def required_table(analysis: Analysis) -> Table:
         {
             "comparison": (f"{d.method} − {d.baseline}", {"method": d.method, "baseline": d.baseline}),
             "pairs": str(d.count),
-            f"difference{unit} [95 % interval]": d.cell(metric),
-            "relative": show_known(d.relative, "{:+.1%}"),
+            f"difference{unit} [95 % interval]": _change(d, metric),
+            "relative": show_known(d.as_change(metric).relative, "{:+.1%}"),
             "p": show_p(d.p),
             "p (Holm)": show_p(d.p_holm),
             "verdict": analysis.verdict(d),
         }
         for d in analysis.required
     ]
+    better = "Positive" if metric.higher_is_better else "Negative"
     note = (
-        "Positive means that the first method is better. Holm's correction is over all pairs with the same second "
+        f"{better} means that the first method is better. Holm's correction is over all pairs with the same second "
         f"method: a difference to {analysis.comparison.baseline} is that of the summary, with the same p."
     )
     return Table.of("required", "Comparisons between methods", rows, (note,), (0, 6))

@@ -188,7 +188,7 @@ def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
                 Row(method.label, seed, point.values[field], math.nan, value * tuning.metric.scale)
                 for seed, value in (dict(point.scores) | ends).items()
             ]
-        panels.append(Panel(field, "", label, rows, x_label=field))
+        panels.append(Panel(field, "", label, rows, x_label=field.replace("optimizer.lr", "learning rate")))
     profile = " Each point is the best over the other fields." if len(tuning.fields) > 1 else ""
     caption = (
         f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), bands are one standard deviation. A line "

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
@@ -40,6 +40,8 @@ class AtScale(_FromText):
     """How many, from 0; None: those of the recipe."""
     after: str | None = None
     """The study that comes first; nothing comes before that one."""
+    title: str = ""
+    """What runs, if its settings make the title of its recipe untrue."""
     samples: PositiveInt | None = None
     parameters: PositiveFloat | None = None
     note: str = ""
@@ -66,11 +68,37 @@ class Study(Settings):
 
 
 class Variant(Settings):
-    """A change of studies that rows of a table ask for."""
+    """A change of studies that rows of a table ask for, or a reading."""
 
     settings: tuple[str, ...]
     records: dict[str, str] = {}
     """By study."""
+    of: tuple[str, ...] = ()
+    """Of a reading: the studies that it changes."""
+
+
+class Address(NamedTuple):
+    """One comparison: a study, perhaps changed."""
+
+    study: str
+    variants: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of its folder, beside those of all others."""
+        return "-".join((self.study, *self.variants))
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What the variants change."""
+        return tuple(setting for name in self.variants for setting in catalogue().variants[name].settings)
+
+    @property
+    def records(self) -> str:
+        """The file of committed runs below results/, without its ending; empty if there is none."""
+        if not self.variants:
+            return catalogue().studies[self.study].records
+        return catalogue().variants[self.variants[0]].records.get(self.study, "") if len(self.variants) == 1 else ""
 
 
 class Row(_FromText):
@@ -86,6 +114,14 @@ class Row(_FromText):
     scales: tuple[str, ...] = ()
     """Scales at which it is run; all by default."""
 
+    def is_run_at(self, scale: str) -> bool:
+        """Whether there are runs of it at a scale."""
+        return not self.scales or scale in self.scales
+
+    def at(self, scale: str) -> Row:
+        """With the method of a scale."""
+        return self.model_copy(update={"method": self.tiny or self.method}) if scale == "tiny" else self
+
 
 class Source(_FromText):
     """Where the numbers of a column come from, or the curves of a panel."""
@@ -96,10 +132,19 @@ class Source(_FromText):
     """A number of the record, or ``glue:TASK``; by default what the study is judged by."""
     tiny: str = ""
     """The study in its place at scale tiny, if the committed records are of that one."""
+    paper: str = ""
+    """The study in its place at scale paper, if one run serves several columns."""
+    variant: str = ""
+    """By a reading."""
     quantity: Literal["", "jacobian", "loss", "match", "sigma_min", "sigma_max", "kappa"] = ""
     """Of a panel."""
     of: Literal["raw", "effective", "both"] = "effective"
     """Of singular values: those of W, of W + C, or both."""
+
+    def at(self, scale: str) -> Source:
+        """With the study of a scale; readings change what is run at scale paper only."""
+        study = {"tiny": self.tiny, "paper": self.paper}.get(scale) or self.study
+        return self.model_copy(update={"study": study, "variant": self.variant if scale == "paper" else ""})
 
 
 class Part(Settings):
@@ -152,12 +197,42 @@ READINGS = {
         "original": "W of the original run beside W + C of the conditioned one",
         "conditioned": "W and W + C of the conditioned run",
     },
+    "jacobian": {
+        "stacked": "the papers' matrix [J_Q; J_K; J_V] at scale paper, for softmax attention",
+        "joint": "the Jacobian of Q, K and V together, which is the true one",
+    },
     "model": {
         "bert-12": "12 layers and 110 M parameters, as paper S says",
         "crammed-bert": "the final model of the Crammed BERT release, 16 layers and 119.6 M parameters",
     },
+    "text": {
+        "4000": "the first 4,000 bytes of a review, as the release's configuration says",
+        "1000": "the first 1,000 bytes, as the release's data script writes",
+    },
+    "upsampling": {
+        "single": "a single transposed convolution from stride 16 to 4, as the papers say",
+        "two": "two of them with a norm between, as the XCiT release has it",
+    },
 }
-"""Ways to read a paper's words, by name; the first of each is what the words say."""
+"""Ways to read a paper's words, by name; the first of each is what the words say.
+
+A choice that changes what is run is a study, or the variant NAME-CHOICE of studies.
+"""
+
+
+def default_readings(columns: Mapping[str, Source]) -> dict[str, str]:
+    """Readings of an entry with these columns, each at its first choice."""
+    quantities, studies = {source.quantity for source in columns.values()}, {s.study for s in columns.values()}
+    of_weights = bool(quantities & {"sigma_min", "sigma_max", "kappa"})
+    wanted = {
+        "mean": of_weights or "jacobian" in quantities,
+        "weights": of_weights,
+        "jacobian": any(source.quantity == "jacobian" and source.study == "vit" for source in columns.values()),
+        "model": "bert-12" in studies,
+        "text": any(study.startswith("lra-text") for study in studies),
+        "upsampling": "coco-xcit" in studies,
+    }
+    return {name: next(iter(READINGS[name])) for name, applies in wanted.items() if applies}
 
 
 class Entry(Settings):
@@ -166,6 +241,8 @@ class Entry(Settings):
     title: str
     readings: dict[str, str] = {}
     """Chosen ones of `READINGS`."""
+    each: dict[str, Any] = {}
+    """Fields that all columns have."""
     rows: dict[str, Row] = {}
     """The first is the baseline."""
     controls: dict[str, Row] = {}
@@ -181,17 +258,17 @@ class Entry(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _columns_of_parts(cls, values: Any) -> Any:
-        names = tuple(values.get("columns", ()))
-        return values | {"parts": [{"columns": names, **part} for part in values.get("parts", [{}])]}
+    def _complete_columns(cls, values: Any) -> Any:
+        columns, each = values.get("columns", {}), values.get("each", {})
+        parts = [{"columns": tuple(columns), **part} for part in values.get("parts", [{}])]
+        return values | {
+            "parts": parts,
+            "columns": {name: {**each, **own} for name, own in columns.items()} if each else columns,
+        }
 
     @model_validator(mode="after")
-    def _readings_of_quantities(self) -> Entry:
-        """Figures of measured heads have a kind of mean, those of weights have runs that W is of."""
-        quantities = {source.quantity for source in self.columns.values()}
-        of_weights = bool(quantities & {"sigma_min", "sigma_max", "kappa"})
-        names = ["mean"] * (of_weights or "jacobian" in quantities) + ["weights"] * of_weights
-        object.__setattr__(self, "readings", {name: next(iter(READINGS[name])) for name in names} | self.readings)
+    def _default_readings(self) -> Entry:
+        object.__setattr__(self, "readings", default_readings(self.columns) | self.readings)
         return self
 
     @property
@@ -200,6 +277,16 @@ class Entry(Settings):
         if self.static:
             return "static"
         return "figure" if any(source.quantity for source in self.columns.values()) else "table"
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know: remarks on the paper, on what is done here, and the readings with their others."""
+        found = [f"Paper: {self.paper_note}"] if self.paper_note else []
+        found += [f"Here: {self.note}."] if self.note else []
+        for name, chosen in self.readings.items():
+            others = ", ".join(f"--reading {name}={other}" for other in READINGS[name] if other != chosen)
+            found.append(f"Reading {name}={chosen}: {READINGS[name][chosen]} (another: {others}).")
+        return found
 
     @property
     def all_rows(self) -> dict[str, Row]:
@@ -215,24 +302,36 @@ class Entry(Settings):
         for name, value in chosen.items():
             check_choice("reading", name, list(self.readings))
             check_choice(f"reading {name}", value, list(READINGS[name]))
-        columns = self.columns
-        if studies := chosen.get("model"):
-            columns = {name: source.model_copy(update={"study": studies}) for name, source in columns.items()}
-        return self.model_copy(update={"readings": self.readings | dict(chosen), "columns": columns})
+        changed = dict(chosen)
+        columns = {name: self._read_column(source, changed) for name, source in self.columns.items()}
+        return self.model_copy(update={"readings": self.readings | changed, "columns": columns})
+
+    def _read_column(self, source: Source, chosen: Mapping[str, str]) -> Source:
+        for name, value in chosen.items():
+            variant = catalogue().variants.get(f"{name}-{value}")
+            if value in catalogue().studies:
+                source = source.model_copy(update={"study": value})
+            elif variant is not None and source.study in variant.of:
+                source = source.model_copy(update={"variant": f"{name}-{value}"})
+        return source
 
     def at(self, scale: str) -> Entry:
         """What is run at a scale: at tiny, what the records ran."""
-        if scale != "tiny":
-            return self
-        columns = {
-            name: source.model_copy(update={"study": source.tiny or source.study})
-            for name, source in self.columns.items()
-        }
-        rows, controls = (
-            {name: row.model_copy(update={"method": row.tiny or row.method}) for name, row in rows.items()}
-            for rows in (self.rows, self.controls)
-        )
+        columns = {name: source.at(scale) for name, source in self.columns.items()}
+        rows = {name: row.at(scale) for name, row in self.rows.items()}
+        controls = {name: row.at(scale) for name, row in self.controls.items() if row.is_run_at(scale)}
         return self.model_copy(update={"columns": columns, "rows": rows, "controls": controls})
+
+    def address(self, column: str, row: Row | None = None) -> Address:
+        """Of the runs of a column, for a row with a variant those of the variant."""
+        source = self.columns[column]
+        named = ("" if row is None else row.variant, source.variant)
+        return Address(source.study, tuple(name for name in named if name))
+
+    def addresses(self) -> list[Address]:
+        """Of all columns and rows, each once."""
+        found = [self.address(name, row) for name in self.columns for row in self.rows_of(name).values()]
+        return list(dict.fromkeys(found))
 
 
 class Catalogue(Settings):

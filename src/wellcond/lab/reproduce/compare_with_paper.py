@@ -15,7 +15,7 @@ from wellcond.lab.report.epochs_to_match import Matching, show_match
 from wellcond.lab.report.glue import AVERAGE, SHOWN
 from wellcond.lab.report.statistics import NO_PAIRS, PairedDifference, Summary, compare_paired, correct, show_p
 from wellcond.lab.report.table import MISSING, Cell, Table, show, show_known, show_seeds, table_csv, table_markdown
-from wellcond.lab.reproduce.catalogue import READINGS, Entry, Part
+from wellcond.lab.reproduce.catalogue import Entry, Part
 from wellcond.lab.reproduce.computed import static_tables
 from wellcond.lab.reproduce.studies import OWN_METRICS, Collection, StoredStudy, differences_from_paper, may_be_paired
 from wellcond.lab.train.run_folder import writing
@@ -38,13 +38,11 @@ def outcome_tables(id: str, entry: Entry, scale: str, records: Collection) -> li
     """The tables of an id: from records, or for what is computed without runs at a scale."""
     if entry.kind == "static":
         return list(static_tables(entry.static, scale))
-    notes = [f"Paper: {entry.paper_note}"] if entry.paper_note else []
+    notes = entry.notes
     if not any(part.numbers for part in entry.parts):
         what = "prints numbers for this" if entry.kind == "figure" else "has this table"
-        notes = [f"No reference: no paper {what}."]
-    notes += [f"Here: {entry.note}."] if entry.note else []
-    notes += [_reading(name, value) for name, value in entry.readings.items()]
-    notes += list(dict.fromkeys(differences_from_paper(entry, records))) or ["There are no runs of this here."]
+        notes = [f"No reference: no paper {what}.", *notes]
+    notes += list(differences_from_paper(entry, records)) or ["There are no runs of this here."]
     if entry.kind == "figure":
         rows = list(_figure_rows(entry, records))
         return [Table.of(id.lower(), f"{id}: {entry.title}", rows, notes, (0, 1, 2, 5, 6))]
@@ -52,23 +50,20 @@ def outcome_tables(id: str, entry: Entry, scale: str, records: Collection) -> li
     return [_table(name, entry, part, records, [GAINS, *notes] if name == id else []) for name, part in named.items()]
 
 
-def _reading(name: str, chosen: str) -> str:
-    others = ", ".join(f"--reading {name}={other}" for other in READINGS[name] if other != chosen)
-    return f"Reading {name}={chosen}: {READINGS[name][chosen]} (another: {others})."
-
-
 def _table(id: str, entry: Entry, part: Part, records: Collection, notes: list[str]) -> Table:
     """Every number of one metric, the paper's and ours; Holm's correction is over all of them."""
     baseline, base_row = next(iter(entry.rows.items()))
     found, gains = [], []
     for column, source in entry.columns.items():
-        name, base_study = part.metric or source.metric, records.study(source, base_row.variant)
+        name, base_address = part.metric or source.metric, entry.address(column, base_row)
+        base_study = records.study(base_address)
         for row_name, row in entry.rows_of(column).items():
-            study = records.study(source, row.variant)
+            address = entry.address(column, row)
+            study = records.study(address)
             values = study.values(row, name) if study else {}
             metric = study.metric(name) if study else OWN_METRICS.get(name, SHOWN)
             paired = {}
-            if study and base_study and may_be_paired(study, base_study, (row.variant, base_row.variant)):
+            if study and base_study and may_be_paired(study, base_study, address.settings + base_address.settings):
                 paired = base_study.values(base_row, name)
             gain = compare_paired(row_name, values, baseline, paired, higher_is_better=metric.higher_is_better)
             gains.append(gain if row_name != baseline else NO_PAIRS)
@@ -151,8 +146,8 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[figure
     Panels of bars and of lines become figures of their own, and one with logarithmic axes has a second, linear one.
     """
     for bars in (False, True):
-        wanted = {name: source for name, source in entry.columns.items() if (source.quantity == "match") is bars}
-        found = {name: study for name, source in wanted.items() if (study := records.study(source)) is not None}
+        wanted = [name for name, source in entry.columns.items() if (source.quantity == "match") is bars]
+        found = {name: study for name in wanted if (study := records.study(entry.address(name))) is not None}
         if not found or entry.kind != "figure":
             continue
         panels = tuple(_panel(entry, name, study) for name, study in found.items())
@@ -213,7 +208,7 @@ def _matchings(entry: Entry, stored: StoredStudy) -> dict[str, Matching]:
 def _figure_rows(entry: Entry, records: Collection) -> Iterator[dict[str, Cell]]:
     """Every curve at its first and last point, mean over seeds; every bar with what it saves."""
     for panel, source in entry.columns.items():
-        stored = records.study(source)
+        stored = records.study(entry.address(panel))
         if stored is None:
             yield _figure_row(panel, MISSING, MISSING, n=0)
         elif source.quantity == "match":

@@ -3,67 +3,68 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import yaml
 
 from wellcond.errors import DataError, OptionError, WellcondError
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.data.base import load_data
-from wellcond.lab.data.disk import find_in_mirror, name_place, short_name
-from wellcond.lab.models.build import build_model
+from wellcond.lab.data.disk import SHORT_NAMES, find_in_mirror, name_place, short_name
 from wellcond.lab.pool import run_jobs
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.report.table import Cell, Table
-from wellcond.lab.reproduce.plan import Plan, PlannedStudy
+from wellcond.lab.records import leaves_of
+from wellcond.lab.report.table import MISSING, Cell, Table, plain_setting
+from wellcond.lab.reproduce.memory import Needs, choose_gpus, count_memory, gpu_bytes
+from wellcond.lab.reproduce.plan import Plan, PlannedStudy, count_missing
 from wellcond.lab.settings import Interval, shipped_recipes
-from wellcond.lab.train.prepare import blocks_of, recompute_
+from wellcond.lab.tasks.glue import HUB_ID
 
-GPU_BYTES = 80e9
-"""Memory of a GPU where this machine has none to ask."""
-USABLE = 0.9
-"""Share of it that a run may plan with; the rest is fragments, and buffers of the communication."""
-MOST_GPUS = 64
-SIZES = {
-    "imagenet-1k": "155 GB in the archives ILSVRC2012_img_train and _val",
-    "coco": "20 GB",
+SOURCES = {
+    "imagenet-1k": "155 GB as archives; ask for access on its page at huggingface.co, then `hf auth login`",
+    "coco2017": "20 GB; cocodataset.org has train2017, val2017 and annotations, to be unpacked into one folder",
+    "tsv_data": "8 GB; lra_release.gz of the Long Range Arena's release, unpacked",
     "food101": "5 GB",
     "oxford-iiit-pet": "0.8 GB",
     "oxford_flowers102": "0.35 GB",
     "cifar10": "0.17 GB",
     "cifar100": "0.17 GB",
-    "tinystories": "2 GB",
+    "TinyStories": "2 GB",
     "wikitext": "0.5 GB",
     "imdb": "0.1 GB",
-    "aan": "8 GB",
     "pile-uncopyrighted": "40 GB of it are read",
+    "glue": "0.2 GB",
+    "gpt2": "a tokeniser, 2 MB",
 }
-"""About what has to be read, by the short name of a data set."""
-GATED = {"imagenet-1k": "ask for access on its page at huggingface.co, then `hf auth login`, or have it in a folder"}
+"""About what has to be read, and how it is had, by the last part of an id or a path."""
 
 
 # Data by name
 
 
-def data_name(recipe: Recipe) -> str:
-    """The short name of a recipe's data; empty for what is generated or embedded."""
-    settings = recipe.data.model_dump()
-    where = settings.get("id") or (settings.get("path") if settings["source"] in ("coco", "aan_pairs") else "")
-    return short_name(where) if where else ""
+def data_ids(study: PlannedStudy) -> list[str]:
+    """What a study reads, by the id on the hub or the path in its recipe; nothing is generated or embedded data."""
+    settings = study.recipe.data.model_dump()
+    found = [settings.get("id") or (settings.get("path") if settings["source"] in ("coco", "aan_pairs") else None)]
+    return [*filter(None, found), *([HUB_ID] if study.glue_folders else [])]
+
+
+def data_names(plan: Plan) -> dict[str, str]:
+    """What a plan reads: the id or path by the short name that ``--data`` takes."""
+    return {short_name(id): id for study in plan.studies for id in data_ids(study)}
 
 
 def place_data(given: Sequence[str], plan: Plan) -> None:
     """Let runs find data sets where the user has them: NAME=FOLDER, or FOLDER alone if the id needs only one."""
-    names = list(dict.fromkeys(name for study in plan.studies if (name := data_name(study.recipe))))
+    names = list(data_names(plan))
     for text in given:
         name, equals, path = text.partition("=")
         if not equals and len(names) == 1:
@@ -91,141 +92,12 @@ def check_data(plan: Plan) -> None:
         try:
             load_data(settings, base=study.jobs[0].base)
         except DataError as error:
-            name = data_name(study.recipe)
+            [*ids] = data_ids(study)
             raise DataError(
                 f"{study.name}, one of {len(stages)} stages, has no data; none was begun. {error}",
-                expected=f"--data {name}=FOLDER" if name else "the data of every stage",
+                expected=f"--data {short_name(ids[0])}=FOLDER" if ids else "the data of every stage",
                 found="",
             ) from error
-
-
-# Memory
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Memory of one run of a recipe, in bytes; what a batch needs is None where it was not counted."""
-
-    parameters: float
-    fixed: float
-    """Weights, gradients, both moments of Adam, and an average of the weights if there is one."""
-    casts: float = 0.0
-    """Copies of weights in half precision."""
-    per_sample: float | None = None
-    """Kept for the backward pass."""
-
-    def on_each(self, gpus: int, recipe: Recipe) -> float:
-        """Bytes that each of several GPUs needs."""
-        samples = recipe.training.batch_size / gpus / recipe.training.accumulate
-        shared = self.fixed / gpus if recipe.training.shard else self.fixed
-        return shared + self.casts + samples * (self.per_sample or 0.0)
-
-
-def count_memory(recipe: Recipe, parameters: float | None) -> Needs | None:
-    """Count what a run holds on a GPU; activations on tensors without content, so that any size takes seconds."""
-    counted = None
-    if (made := _model_and_input(recipe)) is not None:
-        counted = _count_activations(recipe, *made)
-        parameters = counted[0]
-    if parameters is None:
-        return None
-    averaging = 4 if recipe.training.averaging is not None else 0
-    fixed = (16 + averaging) * parameters
-    return Needs(parameters, fixed) if counted is None else Needs(parameters, fixed, *counted[1:])
-
-
-def _model_and_input(recipe: Recipe) -> tuple[Callable[[], nn.Module], Callable[[int], Tensor]] | None:
-    """Functions that make the model, and an input of some samples; None for kinds of models that are not counted."""
-    name, arguments, task = recipe.model.name, dict(recipe.model.arguments), recipe.task.model_dump()
-    size = task.get("image_size")
-    if task["name"] == "image_classification" and name.startswith("timm:") and size:
-        return lambda: build_model(name, arguments, on_meta=True), lambda count: torch.zeros(count, 3, size, size)
-    if task["name"] == "language_modelling" and name == "hf:gpt2":
-        known = {"vocab_size": 50257, "max_position_embeddings": task["context"]} | arguments
-
-        def make() -> nn.Module:
-            return build_model(name, known, auto_class="AutoModelForCausalLM", on_meta=True)
-
-        return make, lambda count: torch.zeros(count, task["context"], dtype=torch.int64)
-    return None
-
-
-def _count_activations(
-    recipe: Recipe, make: Callable[[], nn.Module], inputs: Callable[[int], Tensor]
-) -> tuple[float, float, float]:
-    """Parameters, and bytes that are kept for the backward pass: whatever the batch, and for each sample."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.bfloat16}.get(recipe.precision.mixed)
-    model = make().train()
-    blocks = blocks_of(model) if recipe.training.recompute else []
-    if recipe.training.recompute:
-        recompute_(model)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _move_to_cpu(model)
-        own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-
-        def kept(count: int) -> float:
-            held: dict[int, int] = {}
-            recomputed = 0
-
-            def note(tensor: Tensor) -> Tensor:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in own:
-                    held[storage._cdata] = storage.nbytes()
-                return tensor
-
-            def note_input(module: nn.Module, given: tuple[Any, ...]) -> None:
-                nonlocal recomputed
-                recomputed += given[0].numel() * given[0].element_size()
-
-            hooks = [block.register_forward_pre_hook(note_input) for block in blocks]
-            with (
-                torch.autocast("cpu", dtype=mixed or torch.bfloat16, enabled=mixed is not None),
-                torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-            ):
-                output = model(inputs(count))
-                logits = getattr(output, "logits", output)
-                alive = logits.float().log_softmax(-1)
-            del alive
-            for hook in hooks:
-                hook.remove()
-            return float(sum(held.values()) + recomputed)
-
-        few, more = kept(2), kept(4)
-        per_sample = (more - few) / 2
-        parameters = float(sum(parameter.numel() for parameter in model.parameters()))
-    return parameters, max(0.0, few - 2 * per_sample), per_sample
-
-
-def _move_to_cpu(model: nn.Module) -> None:
-    """Give a model on the meta device weights on the CPU, which in fake mode have no content either."""
-    kept = list(model.parameters())  # alive, so that each has an id of its own
-    made: dict[int, nn.Parameter] = {}  # weights may be tied
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None:
-                if id(weight) not in made:
-                    made[id(weight)] = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype))
-                module._parameters[name] = made[id(weight)]
-        for name, values in module._buffers.items():
-            if values is not None:
-                module._buffers[name] = torch.empty(values.shape, dtype=values.dtype)
-    del kept
-
-
-def gpu_bytes() -> float:
-    """Memory of a GPU of this machine, or of the usual one."""
-    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else GPU_BYTES
-
-
-def choose_gpus(needs: Needs, recipe: Recipe) -> int | None:
-    """The fewest GPUs, a power of two, on which a run fits and its batch can be divided; None if none do."""
-    for power in range(int(math.log2(MOST_GPUS)) + 1):
-        gpus, parts = 2**power, 2**power * recipe.training.accumulate
-        if recipe.training.batch_size % parts == 0 and needs.on_each(gpus, recipe) <= USABLE * gpu_bytes():
-            return gpus
-    return None
 
 
 # Time
@@ -304,64 +176,93 @@ def read_probes(folder: Path) -> dict[str, dict[str, Any]]:
 # What is shown
 
 
-def own_choices(name: str, scale: str) -> list[str]:
-    """Fields of a shipped recipe, and of those that it extends, that its remarks call our choice or unverified."""
-    shipped = shipped_recipes()
-    text = shipped.get(f"{scale}/{name}", "")
-    found = []
+OWN = re.compile(r"our choice|not verified|unverified|give no|is published|Every value|All values", re.IGNORECASE)
+UNKNOWN = "unknown"
+OF_ALL = "Every value"
+"""How a remark on a whole recipe begins."""
+
+
+def own_choices(name: str, scale: str) -> dict[str, str]:
+    """What a shipped recipe says of values that are not a release's, its own remarks and those of what it extends.
+
+    Remarks by the setting with its value, such as ``precision.mixed=bf16``; remarks on a whole recipe by themselves.
+    """
+    text = shipped_recipes().get(f"{scale}/{name}", "")
+    found = {setting: remark for setting, remark in _remarks(text) if OWN.search(remark)}
+    if base := re.search(r"^extends: (\S+)/(\S+)$", text, re.MULTILINE):
+        own = {".".join(path) for path, _ in leaves_of(yaml.safe_load(text))}
+        of_all = any(remark.startswith(OF_ALL) for remark in found.values())
+        for key, remark in own_choices(base[2], base[1]).items():
+            if key.partition("=")[0] not in own and not (of_all and remark.startswith(OF_ALL)):
+                found[key] = remark
+    return found
+
+
+def _remarks(text: str) -> Iterator[tuple[str, str]]:
+    """Every comment of a recipe with the settings of its line; one on lines of its own is its own key."""
+    above: list[tuple[int, str]] = []
+    alone: list[str] = []
     for line in text.splitlines():
         setting, mark, remark = line.partition("#")
-        if mark and re.search(r"our choice|unverified|not verified", remark):
-            field = setting.strip().strip("{}").partition(":")[0].strip()
-            found.append(field or remark.strip().rstrip("."))
-    if base := re.search(r"^extends: (\S+)/(\S+)$", text, re.MULTILINE):
-        found += own_choices(base[2], base[1])
-    return list(dict.fromkeys(found))
+        if mark and not setting.strip():
+            alone.append(remark.strip())
+            continue
+        if alone:
+            yield " ".join(alone), " ".join(alone)
+            alone = []
+        indent = len(setting) - len(setting.lstrip())
+        while above and above[-1][0] >= indent:
+            above.pop()
+        key, _, value = setting.strip().partition(":")
+        path = ".".join([*(known for _, known in above), key])
+        if not value.strip():
+            above.append((indent, key))
+        elif mark and key != "methods":
+            for leaf, one in leaves_of(yaml.safe_load(value)):
+                yield f"{'.'.join((path, *leaf))}={plain_setting(one)}", remark.strip()
 
 
-def launch_table(plan: Plan, id: str, scale: str, folder: Path, ranks: int, data: Sequence[str]) -> Table:
-    """What each study of a plan takes, how the command is typed, and what is not the paper's."""
-    probes = read_probes(folder)
+def launch_tables(plan: Plan, id: str, scale: str, folder: Path, ranks: int, data: Sequence[str]) -> list[Table]:
+    """What each study of a plan takes, what it reads, and what of it is neither the paper's nor a release's."""
+    counted = {study.name: count_memory(study.recipe, study.settings.parameters) for study in plan.studies}
+    fewest = {study.name: choose_gpus(counted[study.name], study.recipe) for study in plan.studies}
+    gpus = ranks if ranks > 1 else max((count or 1 for count in fewest.values()), default=1)
+    probes, hours = read_probes(folder), 0.0
     rows: list[dict[str, Cell]] = []
-    notes: list[str] = []
-    gpus_needed, hours = [1], 0.0
     for study in plan.studies:
-        recipe, settings = study.recipe, study.settings
-        parameters = None if settings.parameters is None else settings.parameters * 1e6
-        needs = count_memory(recipe, parameters)
-        gpus = None if needs is None else choose_gpus(needs, recipe)
-        gpus_needed.append(gpus or 1)
-        used = ranks if ranks > 1 else gpus or 1
-        updates, probed = count_updates(recipe, settings.samples), probes.get(study.name)
+        recipe, needs = study.recipe, counted[study.name]
+        updates, probed = count_updates(recipe, study.settings.samples), probes.get(study.name)
         per_run = _hours(recipe, updates, probed)
-        hours += (per_run or 0.0) * study.missing
+        hours += (per_run or 0.0) * count_missing(job.folder for job in study.jobs)
         rows.append(
             {
                 "study": study.name,
-                "parameters": "" if needs is None else f"{needs.parameters / 1e6:,.1f} M",
-                "updates": "not known yet" if updates is None else f"{updates:,} of {recipe.training.batch_size}",
-                "GPUs a run": "more than 64" if needs is not None and gpus is None else str(gpus or "not counted"),
-                "memory of each": _show_memory(needs, used, recipe),
-                "hours a run": "--probe" if per_run is None else f"{per_run:,.1f}",
-                "data": _show_data(recipe),
+                "parameters": f"{needs.parameters / 1e6:,.1f} M",
+                "updates x batch": f"{'?' if updates is None else f'{updates:,}'} x {recipe.training.batch_size:,}",
+                "GPUs, at least": str(fewest[study.name] or "more than 64"),
+                f"GB on each of {gpus}": _show_memory(needs, gpus, recipe),
+                "hours a run": UNKNOWN if per_run is None else f"{per_run:,.1f}",
             }
         )
-        differs = [settings.note] if settings.note else []
-        if choices := own_choices(settings.recipe, scale):
-            differs.append(f"our choice or unverified in the recipe: {', '.join(choices)}")
-        notes += [f"{study.name}: {text}" for text in differs]
-    most = max(gpus_needed)
     words = ["wellcond", "reproduce", id, "--scale", scale]
-    words += ["--gpus-per-run", str(max(most, ranks))] if max(most, ranks) > 1 else []
-    names = list(dict.fromkeys(data_name(study.recipe) for study in plan.studies if data_name(study.recipe)))
-    words += [word for given in data or [f"{name}=FOLDER" for name in names] for word in ("--data", given)]
-    where = f"{gpu_bytes() / 1e9:.0f} GB each" + ("" if torch.cuda.is_available() else ", assumed: there is none here")
-    first = [f"To run it: {shlex.join(words)}", f"GPUs of {where}; memory is a lower bound, of the default method."]
-    if any(probes.get(study.name) for study in plan.studies):
-        first.append(f"By the probe, all that is missing takes {hours:,.0f} hours, one run after the other.")
+    words += ["--gpus-per-run", str(gpus)] if gpus > 1 else []
+    unplaced = [name for name, wanted in data_names(plan).items() if find_in_mirror(wanted) is None]
+    words += [word for text in data or [f"{name}=FOLDER" for name in unplaced] for word in ("--data", text)]
+    command = shlex.join(words)
+    where = f"{gpu_bytes() / 1e9:.0f} GB" + ("" if torch.cuda.is_available() else " (assumed: there is none here)")
+    many = f" The command gives every run {gpus}; with 8 GPUs {8 // gpus} run at once." if 1 < gpus <= 8 else ""
+    notes = [
+        f"To run it: {command}",
+        f"A GPU has {where}. Memory is counted for the default method, and is a lower bound.{many}",
+    ]
+    if all(row["hours a run"] != UNKNOWN for row in rows):
+        notes.append(f"The training that is missing takes {hours:,.0f} hours, one run after the other.")
     else:
-        first.append("Hours: --probe trains each study for a minute here, with its data, and counts.")
-    return Table.of("launch", "What it takes", rows, (*first, *notes), (0, 6))
+        notes.append(f"Hours are unknown until each study has trained for a minute here: {command} --dry-run --probe")
+    if tuned := sum(len(study.glue_folders) for study in plan.studies):
+        notes.append(f"{tuned} of the runs fine-tune a pre-trained model on a task of GLUE; their time is not counted.")
+    tables = [Table.of("launch", "What it takes", rows, notes, (0,)), _data_table(plan), _choices_table(plan, scale)]
+    return [table for table in tables if table.rows]
 
 
 def _hours(recipe: Recipe, updates: int | None, probed: Mapping[str, Any] | None) -> float | None:
@@ -372,23 +273,58 @@ def _hours(recipe: Recipe, updates: int | None, probed: Mapping[str, Any] | None
     return updates * float(probed["seconds_per_update"]) / 3600
 
 
-def _show_memory(needs: Needs | None, gpus: int, recipe: Recipe) -> str:
-    if needs is None:
-        return "not counted"
-    shown = f"{needs.on_each(gpus, recipe) / 1e9:.1f} GB on {gpus}"
-    return shown if needs.per_sample is not None else f"{shown}, and activations"
+def _show_memory(needs: Needs, gpus: int, recipe: Recipe) -> str:
+    shown = f"{needs.on_each(gpus, recipe) / 1e9:.1f}"
+    return shown if needs.per_sample is not None else f"{shown} + activations"
 
 
-def _show_data(recipe: Recipe) -> str:
-    name = data_name(recipe)
-    if not name:
-        return f"{recipe.data.source}, made here"
-    settings = recipe.data.model_dump()
-    wanted = settings.get("id") or settings["path"]
-    place = find_in_mirror(wanted)
-    if place is not None:
-        return f"{name}: in {place}"
-    size = f", about {SIZES[name]}" if name in SIZES else ""
-    source = f"from the hub ({wanted})" if settings.get("id") else f"a folder, named {wanted}"
-    advice = f"; {GATED[name]}" if name in GATED else ""
-    return f"{name}: {source}{size}{advice}"
+def _data_table(plan: Plan) -> Table:
+    """Everything that is read: data sets, tokenisers and weights by their ids, and what is made here."""
+    studies: dict[str, list[str]] = {}
+    for study in plan.studies:
+        tokenizer = study.recipe.task.model_dump().get("tokenizer")
+        named = [tokenizer["name"]] if isinstance(tokenizer, dict) and "name" in tokenizer else []
+        teachers = [str(method.init_options.get("teacher", "")) for method in study.methods]
+        named += [teacher for teacher in teachers if teacher.startswith("timm:")]
+        for wanted in [*data_ids(study), *named] or [f"{study.recipe.data.source} data"]:
+            studies.setdefault(wanted, []).append(study.name)
+    names = {id: name for name, id in data_names(plan).items()}
+    rows: list[dict[str, Cell]] = [
+        {
+            "what is read": wanted,
+            "where it is": _where(wanted),
+            "--data": f"{names[wanted]}=FOLDER" if wanted in names else MISSING,
+            "for": ", ".join(of),
+        }
+        for wanted, of in studies.items()
+    ]
+    note = "--data names a folder for this command, the variable WELLCOND_DATA=NAME=FOLDER for all."
+    return Table.of("data", "What is read", rows, (note,) if names else (), (0, 1, 2, 3))
+
+
+def _where(wanted: str) -> str:
+    size = SOURCES.get(wanted.rpartition("/")[2])
+    if wanted.startswith("timm:"):
+        return "the hub: published weights, 0.1 GB"
+    if wanted.endswith(" data"):
+        return "made here"
+    if (place := find_in_mirror(wanted)) is not None:
+        return f"found: {place}"
+    source = "not found here, and not on the hub" if wanted.rpartition("/")[2] in SHORT_NAMES else "the hub"
+    return f"{source}: {size}" if size else source
+
+
+def _choices_table(plan: Plan, scale: str) -> Table:
+    """Remarks of the recipes, each with the studies that share it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for study in plan.studies:
+        remarks = own_choices(study.settings.recipe, scale)
+        if study.settings.note:
+            remarks[study.settings.note] = study.settings.note
+        for setting, remark in remarks.items():
+            found.setdefault((setting if setting != remark else "", remark), []).append(study.name)
+    rows: list[dict[str, Cell]] = [
+        {"study": ", ".join(names), "setting": setting or "all", "what the recipe says of it": remark}
+        for (setting, remark), names in found.items()
+    ]
+    return Table.of("choices", "What is not the papers'", rows, (), (0, 1, 2))

@@ -13,7 +13,7 @@ from wellcond.lab.records import Comparison, Metric, load_comparisons, packed_pa
 from wellcond.lab.report.analysis import Analysis, analyse, step_ratios
 from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
 from wellcond.lab.report.table import number, show_seeds
-from wellcond.lab.reproduce.catalogue import AtScale, Entry, Row, Source, catalogue
+from wellcond.lab.reproduce.catalogue import Address, AtScale, Entry, Row, catalogue
 
 RUNS = "runs"
 """Folder of the studies, beside those of the ids."""
@@ -89,55 +89,41 @@ class Collection:
     committed: bool = False
     """Whether the folder is laid out like results/, not like what `reproduce` writes."""
 
-    def study(self, source: Source, variant: str = "") -> StoredStudy | None:
-        """A study by its name; None if it has no runs."""
-        if not self.committed:
-            place = f"{RUNS}/{study_name(source.study, variant)}"
-        else:
-            name = source.tiny or source.study
-            records = catalogue().variants[variant].records if variant else {name: catalogue().studies[name].records}
-            place = records.get(name, "")
+    def study(self, address: Address) -> StoredStudy | None:
+        """The runs at an address; None if there are none."""
+        place = address.records if self.committed else f"{RUNS}/{address.name}"
         return find_study(self.folder / place) if place else None
 
     def has_runs(self, entry: Entry) -> bool:
         """Whether there are runs of any row and column of a table or figure."""
-        wanted = [
-            (source, row.variant) for name, source in entry.columns.items() for row in entry.rows_of(name).values()
-        ]
-        return any(self.study(source, variant) is not None for source, variant in wanted)
+        return any(self.study(address) is not None for address in entry.addresses())
 
 
-def study_name(study: str, variant: str) -> str:
-    """The name of a study with a variant."""
-    return f"{study}-{variant}" if variant else study
-
-
-def may_be_paired(one: StoredStudy, other: StoredStudy, variants: Iterable[str]) -> bool:
-    """Whether two stored studies differ by nothing but the settings of these variants.
+def may_be_paired(one: StoredStudy, other: StoredStudy, changes: Iterable[str]) -> bool:
+    """Whether two stored studies differ by nothing but these settings, each ``path=value``.
 
     Committed records of a variant may be of another recipe than the study's, or of the same one under other settings.
     """
     a, b = one.comparison, other.comparison
-    settings = [setting for name in variants if name for setting in catalogue().variants[name].settings]
-    meant = {setting.split("=", 1)[0] for setting in settings}
+    meant = {setting.split("=", 1)[0] for setting in changes}
     found = setting_differences(a.runs[0].part("config"), b.runs[0].part("config"))
     return (a.recipe, a.scale) == (b.recipe, b.scale) and all(line.split(":", 1)[0] in meant for line in found)
 
 
 def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
-    """What our runs do otherwise than the paper: a line for each study that has runs, again for each of its columns."""
-    for name, source in entry.columns.items():
-        for variant in dict.fromkeys(row.variant for row in entry.rows_of(name).values()):
-            stored, plain = records.study(source, variant), records.study(source)
-            if stored is None:
-                continue
-            apart = ""
-            if plain is not None and plain is not stored and not may_be_paired(plain, stored, (variant,)):
-                apart = "; another recipe or other settings than the rows above, so that there is no gain over them"
-            found, shared = stored.comparison, catalogue().studies[source.study]
-            ours = shared.at(found.scale)
-            facts = [*what_ran(found, shared.paper), *([ours.note] if ours and ours.note else [])]
-            yield f"{shared.title}{f', {variant},' if variant else ''} ran as: {'; '.join(facts)}{apart}."
+    """What our runs do otherwise than the paper: a line for each comparison that has runs."""
+    for address in entry.addresses():
+        stored, plain = records.study(address), records.study(Address(address.study))
+        if stored is None:
+            continue
+        apart = ""
+        if plain is not None and plain is not stored and not may_be_paired(plain, stored, address.settings):
+            apart = "; another recipe or other settings than the rows above, so that there is no gain over them"
+        found, study = stored.comparison, catalogue().studies[address.study]
+        ours = study.at(found.scale)
+        facts = [*what_ran(found, study.paper), *([ours.note] if ours and ours.note else [])]
+        named = ", ".join((study.title, *address.variants)) + ("," if address.variants else "")
+        yield f"{named} ran as: {'; '.join(facts)}{apart}."
 
 
 def what_was_built(comparison: Comparison) -> str:
