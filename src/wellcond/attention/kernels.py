@@ -387,6 +387,11 @@ class KernelWatch(LightDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions that are called meanwhile run as they would without it."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()
         self.trace: KernelTrace | None = None

@@ -193,21 +193,12 @@ def _visible_keys(tokens: int, keys: int, shift: int, device: torch.device) -> T
         return (torch.arange(1, tokens + 1, device=device) + shift).clamp(0, keys)
 
 
-class LiveKernels(KernelWatch):
-    """As `KernelWatch`, and no obstacle to compiled functions that are called while it is active."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run as they would without it."""
-        return True
-
-
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """Of `scaled_dot_product_attention`, in its order."""
 
 
 class _LiveSdpa(TorchFunctionMode):
-    def __init__(self, kernels: LiveKernels) -> None:
+    def __init__(self, kernels: KernelWatch) -> None:
         super().__init__()
         self.kernels = kernels
 
@@ -363,7 +354,7 @@ class LiveHooks:
         """Read where the blocks are; nothing is hooked yet."""
         self.model, self.sites, self.seen, self.streamed = unwrap(model), list(sites), seen, streamed
         self.compiled = is_compiled(model)
-        self.kernels = LiveKernels()
+        self.kernels = KernelWatch()
         self.sdpa = _LiveSdpa(self.kernels)
         self.running: int | None = None
         self.fused: set[int] = set()
