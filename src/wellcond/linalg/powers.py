@@ -11,6 +11,7 @@ on which a Chebyshev polynomial has the power. Below a half it multiplies the po
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from numpy.polynomial.chebyshev import chebinterpolate
@@ -74,8 +75,11 @@ def _coefficients(power: float, low: float) -> tuple[float, float, tuple[float, 
     key = (power, low)
     if key not in _SERIES:
         high = 1.001
-        series = chebinterpolate(lambda t: (0.5 * (low + high) + 0.5 * (high - low) * t) ** power, 4 * DEGREE - 1)
-        _SERIES[key] = low, high, tuple(series[: DEGREE + 1].tolist())
+
+        def moved_power(t: Any) -> Any:
+            return (0.5 * (low + high) + 0.5 * (high - low) * t) ** power
+
+        _SERIES[key] = low, high, tuple(chebinterpolate(moved_power, 4 * DEGREE - 1)[: DEGREE + 1].tolist())
     return _SERIES[key]
 
 
