@@ -11,7 +11,7 @@ from transformers import CLIPConfig, CLIPModel
 
 import wellcond as wc
 from models import unchanged
-from wellcond.doctor.diagnose import as_samples
+from wellcond.attention.record import SiteRecord
 
 
 class OwnAttention(nn.Module):
@@ -139,10 +139,10 @@ def test_samples_are_told_from_tokens(batch_first):
 
 def test_images_before_a_convolution_and_rows_of_tokens():
     site = wc.find_attention(nn.MultiheadAttention(32, 4))[0]
-    assert as_samples(torch.zeros(2, 32, 3, 5), site).shape == (2, 15, 32)
-    assert as_samples(torch.zeros(2, 3, 5, 32), site).shape == (2, 15, 32)
-    assert as_samples(torch.zeros(7, 32), site).shape == (1, 7, 32)
-    assert as_samples(torch.zeros(7, 31), site) is None
+    shapes = {(2, 32, 3, 5): (2, 15, 32), (2, 3, 5, 32): (2, 15, 32), (7, 32): (1, 7, 32)}
+    for given, expected in shapes.items():
+        assert SiteRecord(site, argument=torch.zeros(given)).samples().shape == expected
+    assert SiteRecord(site, argument=torch.zeros(7, 31)).samples() is None
 
 
 def test_nothing_is_changed():

@@ -8,6 +8,7 @@ its value is None, which nobody may take for zero. The model is left as it was, 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from wellcond.attention.kernels import ADDED, KernelTrace, KernelWatch, is_maske
 from wellcond.attention.sharding import is_distributed, reshard_
 from wellcond.attention.site import AttentionSite, Block, find_blocks, is_matrix
 from wellcond.errors import WeightError
+from wellcond.linalg.spectrum import spectrum
 
 Field = Literal["arguments", "tokens", "products", "logits", "probabilities", "spread", "heads", "output", "stream"]
 KERNEL_FIELDS = frozenset({"products", "logits", "probabilities"})
@@ -36,6 +38,8 @@ HOW_TO_SEE = (
     'model.set_attn_implementation("sdpa")'
 )
 """What to do where no softmax is visible; training may use any kernel."""
+SINGLE_PRECISION = 1e-6
+"""Singular values below this, relative to the largest, are rounding of float32 tokens."""
 
 
 @dataclass(eq=False)
@@ -110,6 +114,19 @@ class SiteRecord:
             return JOINED if self.called and self.site.stream else ""
         why = self.not_seen.get("logits", self.not_seen.get("spread", ""))
         return why if self.site.kind in COMPARED_KINDS else ""
+
+    def samples(self) -> Tensor | None:
+        """The tokens of its queries as (samples or windows, tokens, width); None where they are not known."""
+        tokens, width = self.inputs.get("query", self.argument), self.site.in_features
+        if tokens is None or tokens.dim() < 2:
+            return None
+        if tokens.dim() == 4 and tokens.shape[1] == width and tokens.shape[-1] != width:
+            return tokens.flatten(2).mT  # channels first, before a 1 x 1 convolution
+        if tokens.shape[-1] != width:
+            return None
+        if tokens.dim() == 3 and not getattr(self.site.module, "batch_first", True):
+            return tokens.transpose(0, 1)
+        return tokens.flatten(1, -2) if tokens.dim() > 2 else tokens[None]
 
     def conclude(self) -> None:
         """Reduce the logits to their spread, and write down what was asked for and not seen.
@@ -426,3 +443,12 @@ def root_mean_square(tensor: Tensor) -> float:
 
 def _clone(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
+
+
+def kappa_of_tokens(sample: Tensor) -> float:
+    """Condition number of a sample (tokens, width), over distinct tokens and non-zero singular values; NaN for one.
+
+    Without positions in them, the same word gives the same token twice.
+    """
+    distinct = torch.unique(sample.detach().float().cpu(), dim=0)
+    return spectrum(distinct, rtol=SINGLE_PRECISION).pseudo_condition_number if len(distinct) > 1 else math.nan

@@ -15,7 +15,15 @@ from wellcond.attention.checks import Chosen, choose_sites
 from wellcond.attention.evaluation import run_facts
 from wellcond.attention.find import check_readable, find_attention, scan_attention
 from wellcond.attention.kernels import ADDED_FLOOR, is_masked, map_statistics
-from wellcond.attention.record import Field, ForwardRecord, SiteRecord, by_head, record, root_mean_square
+from wellcond.attention.record import (
+    Field,
+    ForwardRecord,
+    SiteRecord,
+    by_head,
+    kappa_of_tokens,
+    record,
+    root_mean_square,
+)
 from wellcond.attention.sharding import full_tensor, to_local, unwrap
 from wellcond.attention.site import AttentionSite, Block
 from wellcond.attention.slot import conditioning_of
@@ -26,14 +34,11 @@ from wellcond.doctor.weights import NO_BATCH, spectral_facts
 from wellcond.errors import DiagnosisError
 from wellcond.init.tokens import embedding_layers, embedding_spread, position_tables
 from wellcond.linalg.circuits import head_cosines
-from wellcond.linalg.spectrum import spectrum
 from wellcond.measurement.measure import measure
 
 FIELDS: tuple[Field, ...] = ("tokens", "logits", "probabilities", "spread", "output", "stream")
 MOST_SAMPLES = 2
 """Of which the condition number of the tokens is computed; it costs the cube of their number."""
-SINGLE_PRECISION = 1e-6
-"""Singular values below this, relative to the largest, are rounding of float32 tokens."""
 
 
 def diagnose(
@@ -207,34 +212,13 @@ def _of_tokens(one: SiteRecord) -> dict[str, Any]:
     if tokens is None:
         return {}
     finite = bool(torch.isfinite(tokens).all()) and (one.output is None or bool(torch.isfinite(one.output).all()))
-    rows = as_samples(tokens, one.site)
+    rows = one.samples()
     if rows is None:
         return {"finite": finite}
-    kappas = [_kappa(sample) for sample in rows[:MOST_SAMPLES, :MOST_TOKENS]] if finite else []
-    known = [math.log(kappa) for kappa in kappas if kappa is not None]
+    kappas = [kappa_of_tokens(sample) for sample in rows[:MOST_SAMPLES, :MOST_TOKENS]] if finite else []
+    known = [math.log(kappa) for kappa in kappas if math.isfinite(kappa)]
     kappa = math.exp(sum(known) / len(known)) if known else None
     return {"finite": finite, "num_tokens": rows.shape[1], "kappa_tokens": kappa}
-
-
-def as_samples(tokens: Tensor, site: AttentionSite) -> Tensor | None:
-    """Tokens as (samples or windows, tokens, width); None where that is not known."""
-    width = site.in_features
-    if tokens.dim() == 4 and tokens.shape[1] == width and tokens.shape[-1] != width:
-        return tokens.flatten(2).mT  # channels first, before a 1 x 1 convolution
-    if tokens.shape[-1] != width or tokens.dim() < 2:
-        return None
-    if tokens.dim() == 2:
-        return tokens[None]
-    if tokens.dim() == 3:
-        return tokens if getattr(site.module, "batch_first", True) else tokens.transpose(0, 1)
-    return tokens.flatten(1, -2)
-
-
-def _kappa(sample: Tensor) -> float | None:
-    """Over distinct tokens: without positions in them, the same word gives the same token twice."""
-    distinct = torch.unique(sample.detach().float().cpu(), dim=0)
-    found = spectrum(distinct, rtol=SINGLE_PRECISION).pseudo_condition_number if len(distinct) > 1 else math.nan
-    return defined(found)
 
 
 def _of_embeddings(
@@ -402,14 +386,13 @@ def _find_not_finite(model: nn.Module, watch: FiniteWatch) -> NotFinite | None:
 
 def _in_weights(model: nn.Module) -> str:
     """The first parameter with NaN or infinity, or buffer with NaN: buffers may be masks."""
-    for name, parameter in model.named_parameters():
-        values = to_local(parameter.detach())
-        if values.is_floating_point() and not bool(values.isfinite().all()):
-            return _describe(values, ~values.isfinite(), name)
-    for name, buffer in model.named_buffers():
-        values = to_local(buffer)
-        if values.is_floating_point() and bool(values.isnan().any()):
-            return _describe(values, values.isnan(), name)
+    parameters = ((name, parameter, True) for name, parameter in model.named_parameters())
+    buffers = ((name, buffer, False) for name, buffer in model.named_buffers())
+    for name, tensor, is_parameter in (*parameters, *buffers):
+        values = to_local(tensor.detach())
+        bad = ~values.isfinite() if is_parameter else values.isnan()
+        if values.is_floating_point() and bool(bad.any()):
+            return _describe(values, bad, name)
     return ""
 
 

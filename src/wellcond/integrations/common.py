@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import math
 import random
 import time
@@ -22,8 +21,8 @@ from wellcond.arguments import CORRECTIONS, INITIALISATIONS
 from wellcond.attention.slot import roots_in
 from wellcond.conditioning.apply import condition_
 from wellcond.conditioning.methods import make_method
-from wellcond.errors import UnknownChoiceError
-from wellcond.files import write_atomically
+from wellcond.errors import CheckpointMismatchError, UnknownChoiceError
+from wellcond.files import lines_until, write_atomically
 from wellcond.init.apply import check_options, init_, takes_batch
 from wellcond.measurement.budget import Name, TrackingOptions
 from wellcond.measurement.records import JACOBIAN_NUMBERS, geometric_mean
@@ -59,11 +58,10 @@ def read_choice(what: str, choice: Choice) -> tuple[str, dict[str, Any]]:
 
     Raises: ValueError if it is neither.
     """
-    if isinstance(choice, str):
-        return choice, {}
-    if not isinstance(choice, Mapping) or not isinstance(choice.get("method"), str):
+    named = {"method": choice} if isinstance(choice, str) else choice
+    if not isinstance(named, Mapping) or not isinstance(named.get("method"), str):
         raise ValueError(f"{what}: expected the name of a method or {{'method': name, ...options}}, got {choice!r}")
-    return choice["method"], {key: value for key, value in choice.items() if key != "method"}
+    return named["method"], {key: value for key, value in named.items() if key != "method"}
 
 
 def check_choices(init: Choice | None, condition: Choice | None, batch: Any = None) -> None:
@@ -95,8 +93,7 @@ def apply_choices(model: nn.Module, init: Choice | None, condition: Choice | Non
     if init is not None:
         method, options = read_choice("init", init)
         if takes_batch(method):
-            given = options.get("batch", batch)
-            options = options | {"batch": on_device(given, next(model.parameters()).device)}
+            options["batch"] = on_device(options.get("batch", batch), next(model.parameters()).device)
         init_(model, method, **options)
     if condition is not None:
         method, options = read_choice("condition", condition)
@@ -114,16 +111,27 @@ def conditionings(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: settings for name, _, settings in roots_in(model)}
 
 
+def check_conditioning(model: nn.Module, saved: Mapping[str, Any], advice: str) -> None:
+    """Raise CheckpointMismatchError unless a model is conditioned as the one whose checkpoint is loaded."""
+    now = conditionings(model)
+    if saved != now:
+        raise CheckpointMismatchError(
+            "the checkpoint was written under another conditioning; training cannot resume from it.\n"
+            f"  expected (the checkpoint): {saved or 'a plain model'}\n"
+            f"  got (this model):          {now or 'a plain model'}\n  {advice}"
+        )
+
+
 # -- a batch to measure with
 
 
 def check_batch(batch: Any) -> None:
     """Raise ValueError for a batch that no model can be called with: neither tensors nor a function of the model."""
-    if batch is None or isinstance(batch, torch.Tensor) or callable(batch):
-        return
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    if not any(isinstance(part, torch.Tensor) for part in parts):
-        found = f"{batch!r:.80}" if not parts else f"a {type(batch).__name__} without a tensor"
+    parts = [batch]
+    if isinstance(batch, (Mapping, tuple, list)):
+        parts = list(batch.values() if isinstance(batch, Mapping) else batch)
+    if batch is not None and not callable(batch) and not any(isinstance(part, torch.Tensor) for part in parts):
+        found = f"a {type(batch).__name__} without a tensor" if parts and parts[0] is not batch else f"{batch!r:.80}"
         raise ValueError(
             "batch: expected what the model is called with (a tensor, a mapping of its arguments, or a tuple of them), "
             f"got {found}"
@@ -202,21 +210,6 @@ def summarise(prefix: str, heads: list[dict[str, Any]], summaries: Summaries) ->
     return found
 
 
-def _keep_lines_until(file: Path, step: int) -> None:
-    """Remove what an interrupted run wrote after its checkpoint; a run from the first step begins a new file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    kept = []
-    if step and file.exists():
-        for line in file.read_bytes().splitlines(keepends=True):
-            try:
-                point = json.loads(line)
-            except ValueError:
-                continue  # cut off while it was written
-            if point["step"] <= step:
-                kept.append(line.rstrip() + b"\n")
-    write_atomically(file, b"".join(kept))
-
-
 class Measuring:
     """What callbacks of different trainers share: a `ConditionTracker`, numbers for loggers, and lines of a file.
 
@@ -269,7 +262,10 @@ class Measuring:
         self.latest = dict(self.restored)
         self.unlogged = self.unlogged_jacobian = False
         if self.file is not None:
-            _keep_lines_until(self.file, first_step)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            resumed = first_step and self.file.exists()
+            kept = [line for _, line in lines_until(self.file, first_step)] if resumed else []
+            write_atomically(self.file, "".join(kept))
         self.tracker = ConditionTracker(model, probe(), first_step=first_step, **self.options)
         self._take(self.tracker.points)
         self.tracker.charge(time.perf_counter() - begun - self.tracker.allowance.spent)  # what it has not counted

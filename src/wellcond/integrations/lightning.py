@@ -17,13 +17,14 @@ from wellcond.attention.sharding import is_sharded, reshard_, unwrap
 from wellcond.attention.slot import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.checkpoint import save_weights, split_state
-from wellcond.errors import CheckpointMismatchError, needs_extra
+from wellcond.errors import needs_extra
 from wellcond.integrations.beside import Beside
 from wellcond.integrations.common import (
     Choice,
     Measuring,
     apply_choices,
     check_choices,
+    check_conditioning,
     conditionings,
     first_samples,
     on_device,
@@ -234,15 +235,11 @@ def _save_effective(pl_module: Any, checkpoint: dict[str, Any]) -> None:
 
 def _load_raw(pl_module: Any, checkpoint: dict[str, Any]) -> None:
     saved = checkpoint.get(KEY)  # None: written without this callback, and checked by the conditioned model itself
-    now = conditionings(pl_module)
-    if saved is not None and saved["conditioning"] != now:
-        raise CheckpointMismatchError(
-            "the checkpoint was written under another conditioning; nothing was loaded.\n"
-            f"  expected (the checkpoint): {saved['conditioning']}\n"
-            f"  got (this module):         {now or 'a plain model'}\n"
-            "  Give WellcondCallback the condition of the first run. To train from the effective weights alone, load "
+    if saved is not None:
+        advice = (
+            "Give WellcondCallback the condition of the first run. To train from the effective weights alone, load "
             "them with load_from_checkpoint and fit without ckpt_path."
         )
-    if saved is not None:
+        check_conditioning(pl_module, saved["conditioning"], advice)
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **saved["resume"]}
     type(pl_module).on_load_checkpoint(pl_module, checkpoint)

@@ -31,13 +31,14 @@ from wellcond.conditioning.checkpoint import (
     save_pretrained,
     write_raw,
 )
-from wellcond.errors import CheckpointMismatchError, WeightError, needs_extra
+from wellcond.errors import WeightError, needs_extra
 from wellcond.integrations.beside import Beside
 from wellcond.integrations.common import (
     Choice,
     Measuring,
     apply_choices,
     check_batch,
+    check_conditioning,
     conditionings,
     first_samples,
     on_device,
@@ -242,16 +243,12 @@ class WellcondCallback(Measuring, TrainerCallback):
 
     def _check_resumed(self, model: nn.Module, state: Any) -> None:
         """Raise if the checkpoint is of another conditioning, which `Trainer` would only report."""
-        now = conditionings(model)
         then = state.stateful_callbacks.get(STATE)
-        if state.global_step and then is not None and then["conditioning"] != now:
-            raise CheckpointMismatchError(
-                "training resumes from a checkpoint of another conditioning.\n"
-                f"  expected (the checkpoint): {then['conditioning'] or 'a plain model'}\n"
-                f"  got (this model):          {now or 'a plain model'}\n"
-                "  Give Trainer a model that was prepared as the first one was."
+        if state.global_step and then is not None:
+            check_conditioning(
+                model, then["conditioning"], "Give Trainer a model that was prepared as the first one was."
             )
-        state.stateful_callbacks[STATE] = {"conditioning": now}
+        state.stateful_callbacks[STATE] = {"conditioning": conditionings(model)}
 
     def _probe(self, model: nn.Module, args: Any, loader: Any) -> Any:
         device = next(model.parameters()).device

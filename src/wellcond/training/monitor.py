@@ -54,7 +54,7 @@ class AttentionMonitor:
     accumulated, and what activation checkpointing computes again is not counted. `step` reduces the buffers over the
     processes (sums and maxima, one column at a time) and begins to copy them to the host, which reads them one step
     later. So nothing waits for the device within a step, and no process for another outside `step`. Of what was read,
-    the last 64 MB are in memory and the rest in a temporary file.
+    64 MB are in memory, and more in a temporary file.
 
     What was not seen is NaN, and `not_seen` says why. torch.compile is such a case: compiled code calls no hooks, its
     graph stays as it is, and only what the weights alone say is known. Make the monitor after `torch.compile`: the

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.record import Field, record
+from wellcond.attention.record import Field, kappa_of_tokens, record
 from wellcond.attention.sharding import is_sharded
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
-from wellcond.linalg.spectrum import spectrum
 from wellcond.measurement.measure import measure
 
 TOKENS: tuple[Field, ...] = ("tokens",)
@@ -69,12 +68,7 @@ class OneHeadAtATime:
 
     def _kappa_of_tokens(self, site: AttentionSite, batch: Any) -> float:
         """Of the first sample, over distinct tokens and non-zero singular values; NaN where tokens were not seen."""
-        seen = record(self.model, batch, [site], TOKENS).sites[0]
-        tokens = seen.inputs.get("query", seen.argument)
-        if tokens is None or tokens.dim() < 2 or tokens.shape[-1] != site.in_features:
+        rows = record(self.model, batch, [site], TOKENS).sites[0].samples()
+        if rows is None or not bool(rows[0, :MOST_TOKENS].isfinite().all()):
             return math.nan
-        sample = tokens.reshape(-1, tokens.shape[-1]) if tokens.dim() == 2 else tokens.flatten(0, -3)[0]
-        distinct = torch.unique(sample[:MOST_TOKENS].detach().float().cpu(), dim=0)
-        if len(distinct) < 2 or not bool(distinct.isfinite().all()):
-            return math.nan
-        return float(spectrum(distinct, rtol=1e-6).pseudo_condition_number)
+        return kappa_of_tokens(rows[0, :MOST_TOKENS])
