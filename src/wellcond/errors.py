@@ -203,7 +203,7 @@ class HypothesisError(WellcondError, ValueError):
             if not h.holds
         ]
         super().__init__(
-            f"{statement.name} says nothing here, because its hypotheses do not all hold.\n" + "\n".join(failed) + "\n"
+            f"{statement.name} does not apply here: its hypotheses do not all hold.\n" + "\n".join(failed) + "\n"
             "  Pass strict=False to get the record with value None instead of this error."
         )
 

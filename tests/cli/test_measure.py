@@ -258,7 +258,7 @@ def test_what_models_read():
     assert reads.image == (1, 32, 48)
     reads = what_it_reads(timm.create_model("levit_128s"))
     assert reads.image == (3, 224, 224)
-    with pytest.raises(OptionError, match="something that it does not tell"):
+    with pytest.raises(OptionError, match="inputs that its configuration does not name"):
         make_batch(nn.Linear(2, 2), "random", samples=1)
     half = timm.create_model("test_vit").half()
     assert make_batch(half, "random", samples=1)[0].dtype == torch.float16

@@ -21,7 +21,7 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
 
 @dataclass(frozen=True)
 class Reads:
-    """What a model reads, as far as it tells."""
+    """What a model reads, as far as its configuration and modules show it."""
 
     keyword: str | None = None
     """Name of the argument; None for the first one."""
@@ -40,7 +40,7 @@ class Reads:
         if self.vocabulary:
             length = "tokens" if self.longest is None else f"at most {self.longest} tokens"
             return f"integer token ids below {self.vocabulary} (samples, {length})"
-        return "something that it does not tell"
+        return "inputs that its configuration does not name"
 
 
 def what_it_reads(model: nn.Module) -> Reads:

@@ -293,7 +293,7 @@ class LayerReport:
         """Condition number of the whole layer without W_O: heads have parameters of their own, so spectra unite.
 
         NaN unless the Jacobian of every key/value head was measured; infinite as soon as that of one is. Query heads
-        that share keys share parameters: measured one by one, they do not tell.
+        that share keys share parameters: their spectra, measured one by one, do not determine it.
         """
         group = self.num_heads // self.num_kv_heads
         whole = [head for head in self.heads if len(head.query_heads) == group]

@@ -52,7 +52,8 @@ class TrackPoint:
     Condition numbers of the Jacobian are geometric means over samples; everything else about Jacobian, bounds and
     attention map is of the first sample. What is about the Jacobian (also norms and bounds) is None where only weights
     and attention maps were measured, and what is about the attention map where that is not known. A measurement
-    that failed has the status ``failed``, its `problem`, and NaN for numbers. Of grouped queries, q is the worst.
+    that failed has the status ``failed``, its `problem`, and NaN for numbers. Under grouped queries, q is that of the
+    worst one.
     """
 
     step: int

@@ -98,8 +98,9 @@ def _separate_weights(model: nn.Module, sites: Chosen | None) -> set[int]:
 class QKRate(AfterStep):
     """Let every step of an optimiser move W_Q and W_K `factor` times as far, also as rows of a fused weight.
 
-    Weight decay included, biases not. Whatever the optimiser is: the weights before its step are kept, and what it
-    added is multiplied. Shards of FSDP2 and tensor parallelism are treated where they are stored.
+    The step of the weight decay is included, biases are not. It works with every optimiser: the weights before a step
+    are kept, and what the step added is multiplied. Shards of FSDP2 and tensor parallelism are treated where they are
+    stored.
 
     Args:
         model: the model, wrapped (DDP, fully_shard) if it is going to be.

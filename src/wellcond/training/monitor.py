@@ -156,7 +156,7 @@ class AttentionMonitor:
         self._arm()
 
     def discard(self) -> None:
-        """Call in the place of `step` where nobody reads the numbers: for whom `max_logits` is enough."""
+        """Call instead of `step` where only `max_logits` is used and nobody reads the other numbers."""
         self.num_steps += 1
         for layer in self._layers:
             layer.clear()
