@@ -106,3 +106,14 @@ def test_a_test_split_is_used(pictures, compare, tmp_path):
 def test_a_mistake_found_before_training_leaves_no_folder(arguments, message, pictures, compare):
     told, written = compare(*[argument.replace("{pets}", str(pictures)) for argument in arguments])
     assert message in told and written == []
+
+
+def test_a_text_without_labels_is_learned_byte_by_byte(tmp_path):
+    file = tmp_path / "corpus.txt"
+    file.write_text("It is a line of my own text.\n" * 400, "utf-8")
+    recipe = join_parts(None, None, (), None, str(file), {}, (), print).recipe
+    assert recipe.task.name == "language_modelling" and recipe.model.name == "wellcond:nanogpt"
+    labelled = tmp_path / "reviews.csv"
+    labelled.write_text("text,label\n" + "good,1\nbad,0\n" * 20, "utf-8")
+    parts = join_parts(None, None, (), None, str(labelled), {"input": "text", "label": "label"}, (), print)
+    assert parts.recipe.task.name == "sequence_classification"

@@ -273,7 +273,16 @@ OWN["text"] = OWN["image"] | {
     "augmentation": {},
 }
 OWN["tokens"] = OWN["text"] | {"name": "tokens", "title": "Your model on your tokens"}
+OWN["language"] = OWN["image"] | {
+    "name": "text",
+    "title": "Your language model on your text",
+    "task": {"name": "language_modelling", "context": 128},
+    "training": {"length": {"steps": FEWEST_UPDATES}, "batch_size": 16, "threads": 1},
+    "augmentation": {},
+}
+"""For texts without labels: the next byte is what a model learns."""
 MODELS = {
+    "language": {"name": "wellcond:nanogpt", "arguments": {"layers": 4, "heads": 4, "width": 128}},
     "image": {
         "name": "timm:vit_tiny_patch16_224",
         "arguments": {"patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 4},
@@ -355,7 +364,8 @@ def join_parts(
         made, base = load_recipe(str(recipe), scale=scale, overrides=settings, changes=changes)
     else:
         assert source is not None
-        kind = load_cached_data(source.model_dump_json(), None, local_code=True).kind
+        read = load_cached_data(source.model_dump_json(), None, local_code=True)
+        kind = "language" if read.kind == "text" and read.train.labels is None else read.kind
         if kind not in OWN:
             raise RecipeError(f"expected images, texts or tokens without a recipe, found {kind}; give a recipe too")
         own = merge({"model": MODELS.get(kind, MODELS["text"]), **OWN[kind]}, {"data": changes["data"]})

@@ -123,9 +123,11 @@ def try_(
         f"({len(RATES)} learning rates + {budget.seeds} seeds), {workers} at once, about {budget.minutes:.0f} minutes"
     )
     if budget.minutes > 1.5 * minutes:
+        size = "image_size" if hasattr(parts.recipe.task, "image_size") else "context"
+        shorter = f" or --set task.{size}=..." if hasattr(parts.recipe.task, size) else ""
         watch.say(
             f"note: that is more than {minutes:g} minutes, since fewer than {FEWEST} updates seldom leave chance; a "
-            "smaller model or --set task.image_size=... is faster"
+            f"smaller model{shorter} is faster"
         )
     recipe = with_updates(parts, budget.updates).model_copy(update={"baseline": chosen[0].label})
     todo = Todo(

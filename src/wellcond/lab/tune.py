@@ -27,8 +27,8 @@ from wellcond.lab.train.run_folder import read_sealed, write_sealed
 
 UNSEEN = "the test split, which the search does not see"
 SEEN = (
-    "the evaluation split, on which the search chose the values, since the recipe has no evaluation.test: only the "
-    "seeds are fresh"
+    "the evaluation split, which also chose the values, since there is no test split (evaluation.test): only the seeds "
+    "are fresh"
 )
 Values = Mapping[str, float]
 """By field: of the recipe (``optimizer.lr``), or an option of a part of methods (``identity.lam``)."""
