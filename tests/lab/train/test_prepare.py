@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from lab.helpers import tiny_gpt2, tiny_vit
-from lab.small import assert_same_run, record, small_job, stop_after
+from lab.small import assert_same_run, record, small_job, small_recipe, stop_after
 from wellcond import condition_
 from wellcond.errors import RecipeError
 from wellcond.lab.recipe import config_hash
-from wellcond.lab.train.prepare import blocks_of, recompute_
+from wellcond.lab.train.prepare import blocks_of, make_accelerator, recompute_
 from wellcond.lab.train.run import run_job
 
 
@@ -80,3 +80,10 @@ def test_channels_last_computes_the_same(tmp_path):
         run_job(small_job(folder, "default", "training.length={steps: 3}", "training.log_every=1", *changes))
         losses.append(record(folder)["final"]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_tf32_is_as_the_recipe_says_whatever_ran_before(tmp_path, wanted):
+    torch.backends.cuda.matmul.allow_tf32 = not wanted
+    make_accelerator(small_recipe(f"precision.tf32={wanted}"), tmp_path, cpu=True)
+    assert torch.backends.cuda.matmul.allow_tf32 is wanted

@@ -112,7 +112,12 @@ def test_measuring_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ["precision.mixed=bf16", pytest.param("precision.compile=aot_eager", marks=pytest.mark.slow)]
+    "change",
+    [
+        "precision.mixed=bf16",
+        pytest.param("precision.compile=aot_eager", marks=pytest.mark.slow),
+        pytest.param("precision.compile=inductor", marks=pytest.mark.slow),
+    ],
 )
 def test_other_precisions_and_compilation_train(tmp_path, change):
     folder = tmp_path / "run"
