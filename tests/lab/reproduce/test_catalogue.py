@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from wellcond.lab.records import setting_differences
 from wellcond.lab.reproduce.catalogue import SCALES, catalogue, find_entry
 from wellcond.lab.reproduce.compare_with_paper import build_figures, outcome_tables
 from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan
-from wellcond.lab.reproduce.studies import Collection, find_study
+from wellcond.lab.reproduce.studies import Collection, StoredStudy, find_study
 from wellcond.lab.tasks.glue import NAMES
 
 ABLATIONS = "lambda norm thm partial out vscale cost match scale vlayout gran mimetic roles qknorm ws".split()
@@ -204,6 +205,15 @@ def test_figures_follow_the_chosen_reading():
     geometric = {"mean": "geometric"}
     assert first(geometric, "W", "W_Q") == pytest.approx(by_hand("default", "kappa_q", geometric_mean))
     assert first({}, "W", "W_Q") > first(geometric, "W", "W_Q")
+
+
+def test_training_time_is_that_of_runs_alone_on_their_machine():
+    def run(seconds, alone=True):
+        return SimpleNamespace(alone=alone, part=lambda name: {"training": seconds})
+
+    runs = {0: run(3600.0), 1: run(3600.0 + 2 * 540), 2: run(1e6, alone=False)}
+    comparison = SimpleNamespace(methods=("default",), finished=lambda method: runs)
+    assert StoredStudy(comparison).training_time(ENTRIES["S-T7"].rows["original"]) == "1:09"
 
 
 CORE = ("task.name", "task.length", "task.image_size", "data.source", "data.id", "data.config", "model")

@@ -70,7 +70,9 @@ class Claim(Settings):
     """One claim, or one for each column of a table."""
 
     paper: Literal["C", "S"]
-    claim: str
+    claim: str = ""
+    over: dict[str, str] = {}
+    """Claims in its place, by the method over which each claims a gain."""
     setup: str
     """What the paper ran it on."""
     table: str
@@ -82,6 +84,17 @@ class Claim(Settings):
     """Folder of records by column."""
     optional: bool = False
     """Left out while there are no records."""
+
+    def of_methods(self) -> list[Claim]:
+        """The claim for each method that it says is beaten; the paper has no such row of a control."""
+        found = []
+        for over, text in self.over.items():
+            control = over in ("gaussian", STRONG)
+            rule = self.rule.model_copy(update={"over": over, "base_row": "default" if control else over})
+            setup = f"{self.setup}; no such control" if over == "gaussian" else self.setup
+            changes = {"claim": text, "setup": setup, "rule": rule, "optional": over == STRONG, "over": {}}
+            found.append(self.model_copy(update=changes))
+        return found or [self]
 
     def of_columns(self) -> list[Claim]:
         """The claim for each of its columns."""
@@ -145,7 +158,7 @@ def read_claims_file() -> ClaimsFile:
 
 def read_claims() -> tuple[Claim, ...]:
     """All claims, in the order in which they are shown."""
-    return read_claims_file().claims
+    return tuple(claim for written in read_claims_file().claims for claim in written.of_methods())
 
 
 def judge_claims(results: Path) -> list[Judged]:

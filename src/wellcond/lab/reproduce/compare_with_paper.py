@@ -78,12 +78,15 @@ def _table(id: str, entry: Entry, part: Part, records: Collection, notes: list[s
             paper = show_known(value, f"{{:.1f}} (of {', '.join(tasks)})")
         agreement = _agreement(part.share(name, baseline, *tasks), summary.count, metric.error(base), gain)
         judged = gain.count or paper_gain is not None
+        ours, numbers = summary.cell(metric)
+        if study and summary.count and part.metric == "step_ratio":
+            ours += f" ({study.training_time(row)})"
         rows.append(
             {
                 "column": (column, {"column": column}),
                 "method": (name, {"row": name}),
                 "paper": (paper, {"paper": value}),
-                "ours": summary.cell(metric),
+                "ours": (ours, numbers),
                 "n": (f"{summary.count}" + (f" + {lost} lost" if lost else ""), {"lost": lost}),
                 "paper's gain": (show_known(paper_gain, "{:+g}"), {"paper_gain": paper_gain}),
                 "our gain [95 % interval]": gain.cell(metric),

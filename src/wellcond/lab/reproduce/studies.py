@@ -12,7 +12,7 @@ from wellcond.errors import RunRecordError
 from wellcond.lab.records import Comparison, Metric, load_comparisons, packed_path, read_packed, setting_differences
 from wellcond.lab.report.analysis import Analysis, analyse, step_ratios
 from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
-from wellcond.lab.report.table import number, show_seeds
+from wellcond.lab.report.table import finite_mean, number, show_seeds
 from wellcond.lab.reproduce.catalogue import Address, AtScale, Entry, Row, catalogue
 
 RUNS = "runs"
@@ -63,6 +63,12 @@ class StoredStudy:
             finished = self.comparison.finished(method)
             found = {seed: number(run.record.get("peak_memory_bytes")) / 1e6 for seed, run in finished.items()}
         return {seed: value for seed, value in found.items() if math.isfinite(value)}
+
+    def training_time(self, row: Row) -> str:
+        """Hours:minutes of training of a method, as paper S prints it: the mean over runs alone on their machine."""
+        runs = [run for run in self.comparison.finished(self.label(row)).values() if run.alone]
+        minutes = finite_mean(number(run.part("seconds").get("training")) for run in runs) / 60
+        return f"{minutes // 60:.0f}:{minutes % 60:02.0f}"
 
     def metric(self, name: str) -> Metric:
         """How a number is shown."""
