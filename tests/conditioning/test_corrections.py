@@ -84,6 +84,19 @@ def test_identity_adds_lam_on_the_diagonal_of_q_k_and_v(layout):
             torch.testing.assert_close(effective(model, role) - before[role], lam * eye)
 
 
+@pytest.mark.filterwarnings("ignore::wellcond.NumericalWarning")  # lambda = 10 saturates the softmax
+def test_lambda_of_ten_lowers_the_condition_number_of_every_head():
+    """A claim of results/claims.md rests on it."""
+    model = nn.MultiheadAttention(192, 3)  # ViT-Ti's size, and its start
+    wc.init_(model, "gaussian", std=0.02, generator=torch.Generator().manual_seed(0))
+    before = [spectra(effective(model, role)) for role in "qkv"]
+    wc.condition_(model, "identity", lam=10.0)
+    for role, heads in zip("qkv", before, strict=True):
+        for was, now in zip(heads, spectra(effective(model, role)), strict=True):
+            assert now.condition_number < was.condition_number
+            assert now.condition_number <= (10 + was.sigma_max) / (10 - was.sigma_max) * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("options", [{}, {"solver": "svd"}], ids=["products", "svd"])
 def test_polar_is_theorem_35_per_head(options):
     model = vit()

@@ -162,11 +162,11 @@ class Pen:
         ax.set_ylabel(_tidy(cut(panel.y_label, 48)))
         if panel.log:
             _set_log(ax, "y", log_range(values))
-        if panel.x_label:  # the values that were tried, at most nine of them
+        if panel.x_label:  # the values that were tried, at most five of them
             tried = sorted({row.step for row in panel.rows})
             if tried[0] > 0:
                 _set_log(ax, "x")
-            ticks = tried[:: math.ceil(len(tried) / (9 if len(self.figure.panels) == 1 else 4))]
+            ticks = tried[:: math.ceil(len(tried) / 5)]
             ax.xaxis.set_ticks(ticks, [f"{value:.3g}" for value in ticks])
             ax.xaxis.set_ticks([], minor=True)
 
@@ -255,7 +255,7 @@ def draw_panels(figure: Figure) -> list[tuple[str, str, list[int]]]:
     Series can be hidden by `data-method`, the place of their method; pointing at a point shows what it is.
     """
     made = []
-    width = 6.8 if len(figure.panels) == 1 and not figure.bars else 4.2
+    width = 4.2
     with styled(STYLE | REPORT | {"savefig.transparent": True}):
         for at, panel in enumerate(figure.panels):
             pen = Pen(figure)

@@ -37,14 +37,11 @@ def _in_words(part: str, name: str, options: str | None) -> str:
         return CALLS.get(part, part)
     given = dict(option.split("=", 1) for option in options.split(", ") if "=" in option)
     if name == "tokens":
-        return " and ".join(_scaled(what, factor) for what, factor in given.items() if factor != "1")
+        scaled = {what: factor for what, factor in given.items() if factor != "1"}
+        size = "smaller" if all(factor.startswith("0.") for factor in scaled.values()) else "larger"
+        return f"{size} " + ", ".join(f"{what} (x {factor})" for what, factor in scaled.items()) if scaled else ""
     shown = ", ".join(_option(field, value) for field, value in given.items())
     return shown if name == "set" else f"{name.replace('_', ' ')} ({shown})"
-
-
-def _scaled(what: str, factor: str) -> str:
-    size = "smaller" if factor.startswith("0.") else "larger"
-    return f"{size} {what} (x {factor})"
 
 
 def _option(field: str, value: str) -> str:

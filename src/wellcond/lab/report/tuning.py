@@ -210,7 +210,7 @@ def tuning_table(tuning: Tuning) -> Table:
         rows.append(
             {
                 "method": (method.label, {"method": method.label}),
-                "field": (field, {"field": field}),
+                "field": (field.replace("optimizer.lr", "learning rate"), {"field": field}),
                 "best value": (
                     f"{best.values[field]:.3g}{edge}",
                     {"best": best.values[field], "at_edge": method.at_edge.get(field, ""), "metric": metric.label},
