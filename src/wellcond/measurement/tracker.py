@@ -16,7 +16,7 @@ from torch import nn
 from wellcond.attention.checks import Chosen, choose_sites
 from wellcond.attention.evaluation import run_facts
 from wellcond.attention.find import find_attention
-from wellcond.attention.sharding import any_distributed, reshard_, unwrap
+from wellcond.attention.sharding import any_distributed, process_number, reshard_, unwrap
 from wellcond.errors import WellcondError
 from wellcond.files import json_ready, to_json
 from wellcond.jacobian.problem import Convention, show_seconds
@@ -238,7 +238,7 @@ class ConditionTracker:
         self._due_steps = 0
         reshard_(self.model)  # FSDP2 may have left whole weights, on which nothing shows that they are sharded
         self.is_sharded = any_distributed(self.model)
-        self.active = self.is_sharded or _is_first_rank()
+        self.active = self.is_sharded or process_number() == 0
         self.allowance.spent = clock() - begun
         if self.active and batch is not None and first_step == 0 and (is_due(every, 0) or is_due(weights_every, 0)):
             self._due_steps += 1
@@ -295,7 +295,7 @@ class ConditionTracker:
                 self._due_steps += not due
                 self.allowance.reserve = 0.0
                 measured = self._measure_point(batch, jacobian=is_regular(self.every))
-        if self.active and _is_first_rank():
+        if self.active and process_number() == 0:
             level = logging.WARNING if self._never_measured() else logging.INFO
             logging.getLogger("wellcond").log(level, "%s", self.summary())
         return measured
@@ -492,8 +492,3 @@ def _failed_numbers(jacobian: bool) -> dict[str, Any]:
     """Fields of a point where the measurement failed; an integer has no NaN and stays None."""
     names = [*ATTENTION_NUMBERS, *(JACOBIAN_NUMBERS if jacobian else ())]
     return dict.fromkeys(set(names) - {"rank", "nullity"}, math.nan) | {"status": "failed"}
-
-
-def _is_first_rank() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0)
