@@ -11,10 +11,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import wellcond as wc
+from lab.small import small_job
 from wellcond.cli.inputs import images_in, make_batch, what_it_reads
 from wellcond.cli.measure import read_numbers
 from wellcond.errors import OptionError
 from wellcond.lab.data.images import load_digits
+from wellcond.lab.train.prepare import rebuild_run
+from wellcond.lab.train.run import run_job
 
 SOURCE = """
 import torch
@@ -100,6 +103,19 @@ def test_options_reach_measure(run, file, tmp_path):
     same(output, wc.measure(model, x, layers=[1], heads=[0], samples=2))
     code, _ = run(f"{file}:vit", "--convention", "stack", "--layers", "0", "-o", output, "--force")
     assert code == 0 and json.loads(output.read_text())["convention"] == "stack"
+
+
+def test_a_finished_run_is_measured_as_it_was_evaluated(run, tmp_path):
+    quick = ("training={length: {steps: 2}, batch_size: 8, threads: 1}", "tracking={jacobian_points: 0}")
+    folder, output = tmp_path / "run", tmp_path / "r.json"
+    run_job(small_job(folder, "conditioned+balanced", *quick))
+    code, out = run(folder, "-o", output)
+    model, task, _ = rebuild_run(folder)
+    assert code == 0 and wc.conditioning_of(model) is not None
+    same(output, wc.measure(model, task.probe(1)))
+    assert "conditioned+balanced, seed 0, step 2" in out.replace("\n", " ")
+    error, _ = run(folder, "--data", "digits")
+    assert "leave out other options" in error
 
 
 def test_what_takes_long_is_announced_with_the_options_that_change_it(file, monkeypatch, capsys):
