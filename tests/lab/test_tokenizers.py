@@ -160,7 +160,7 @@ def test_a_recipe_is_checked(choice, message):
         TypeAdapter(TokenizerChoice).validate_python(choice)
 
 
-def test_files_of_each_kind_give_the_tokeniser_back(gpt2_folder, tmp_path, monkeypatch):
+def test_files_of_each_kind_give_the_tokeniser_back(gpt2_folder, tmp_path):
     trained = bpe()
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -169,11 +169,6 @@ def test_files_of_each_kind_give_the_tokeniser_back(gpt2_folder, tmp_path, monke
     for name in ("pairs", "pairs/vocab.json", "whole", "whole/tokenizer.json"):
         found = choose({"name": name}, base=tmp_path)
         assert [ids.tolist() for ids in found.encode_batch(ODD)] == expected and found.special["end_of_text"] == 0
-    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))
-    by_name = choose({"name": "pairs", "sha256": choose({"name": "pairs"}).fingerprint}, base=tmp_path / "cache")
-    assert by_name.encode_batch(ODD)[0].tolist() == expected[0]
-    with pytest.raises(RecipeError, match="sha256"):
-        choose({"name": "pairs", "sha256": "0" * 64})
 
 
 def test_a_name_is_a_folder_here_or_in_a_mirror_or_an_id_of_the_hub(gpt2_folder, tmp_path, monkeypatch):

@@ -13,8 +13,6 @@ from wellcond.errors import RecipeError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.build import build_model
 from wellcond.lab.models.changes import scale_true_
-from wellcond.lab.recipe import load_recipe
-from wellcond.lab.settings import shipped_recipes
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 
 
@@ -166,14 +164,3 @@ def test_a_default_that_draws_again_is_refused_unless_it_draws_by_fan():
 def test_library_is_an_option_of_the_plain_default_alone(text):
     with pytest.raises(ValueError, match="library"):
         MethodSettings.model_validate(text)
-
-
-def test_recipes_that_are_not_of_the_papers_size_are_scale_true():
-    without = set()
-    for scale, name in (shipped.split("/") for shipped in shipped_recipes()):
-        recipe, _ = load_recipe(name, scale=scale)
-        assert scale != "paper" or recipe.proxy is None
-        if scale != "paper" and recipe.proxy is None:
-            without.add(name)
-    arena = {name for name in without if name.startswith("lra-")}  # the published width, drawn by fan
-    assert without - arena == {"gpt2-shakespeare", "pets-vit-t"}  # as large as what they are compared with
