@@ -131,6 +131,11 @@ def test_committed_records_are_printed():
     assert rows["ViT-B", "conditioned"]["agreement"] == "below"  # 1.1 % of the error, the paper's 6.1 %
 
 
+def test_what_is_computed_has_a_dry_run_too():
+    code, shown = call("reproduce", "S-T8", "--dry-run")
+    assert code == 0 and "computed in a moment" in shown
+
+
 def test_rows_under_other_settings_are_not_paired():
     evidence = RESULTS / "evidence"
     one_rate, tuned = find_study(evidence / "ablations/lra"), find_study(evidence / "listops")

@@ -180,5 +180,6 @@ def plan_table(plan: Plan) -> Table:
     notes = [*plan.entry.notes, *plan.left_out]
     notes += [f"Not in the paper, for control: {controls}."] if controls else []
     notes += [f"{study.name}: {study.rates.note}" for study in plan.studies if study.rates.unsearched]
-    to_do = f"{plan.missing} of {plan.runs} runs to do." if plan.runs else "It is computed in a moment, without runs."
+    rows = rows or [{"what runs": "nothing: it is computed in a moment"}]
+    to_do = f"{plan.missing} of {plan.runs} runs to do." if plan.runs else "Leave --dry-run out to see it."
     return Table.of("plan", plan.title, rows, (*notes, to_do), (0, 1, 2, 3, 4))
