@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -12,12 +13,20 @@ from lab.cluster.two_machines import Cluster, compare_command, finish, start
 from lab.small import small_job
 from wellcond.cli.experiments import compare as compare_command_line
 from wellcond.errors import MissingExtraError, OptionError, WellcondError
-from wellcond.lab.cluster import RaySettings, connected, worker_environment
+from wellcond.lab.cluster import RayPool, RaySettings, connected, worker_environment
 
 pytestmark = pytest.mark.processes
 
 SHORT = ("training.length={steps: 20}", "tracking={weights_every: null, jacobian_points: 0}")
 GPU_MACHINES = [{"CPU": 4.0}, {"CPU": 16.0, "GPU": 2.0}]
+
+
+def test_what_a_stopped_run_sends_home_is_not_cancelled_with_it(tmp_path):
+    pool, cancelled = RayPool(RaySettings(), [small_job(tmp_path)]), []
+    pool._ray = SimpleNamespace(cancel=lambda task, **options: cancelled.append((task, options)))
+    pool._running = {"a task": small_job(tmp_path)}
+    pool.stop()
+    assert cancelled == [("a task", {"recursive": False})]
 
 
 def test_several_processes_are_refused(tmp_path, monkeypatch):
