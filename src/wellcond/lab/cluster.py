@@ -24,7 +24,7 @@ from wellcond.files import temporary_beside
 from wellcond.lab.data.disk import NAMED
 from wellcond.lab.pool import Message, Pool, do_job
 from wellcond.lab.train.engine import Event
-from wellcond.lab.train.length import StopFlag
+from wellcond.lab.train.length import StopFlag, keeping_stop_signals
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import OURS, RunFolder, check_links, writing
 
@@ -94,7 +94,9 @@ def connected(address: str | None) -> Iterator[Any]:
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # no messages between the bars of progress
     try:
         _check_reachable(place)
-        ray.init(place, runtime_env=runtime, log_to_driver=False, logging_level=logging.CRITICAL, **options)
+        # Ray's own handlers of SIGTERM exit, and abort the process if printing a stack takes more than three seconds.
+        with keeping_stop_signals():
+            ray.init(place, runtime_env=runtime, log_to_driver=False, logging_level=logging.CRITICAL, **options)
     # Ray has no common class for what may go wrong here
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise WellcondError(

@@ -244,6 +244,18 @@ def leave_to_parent(*signals: signal.Signals) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+@contextlib.contextmanager
+def keeping_stop_signals() -> Iterator[None]:
+    """Around a library that puts its own handlers of stop signals in front of ours: ours act again behind it."""
+    former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in former.items():  # None if it was not set from Python
+                signal.signal(number, handler or signal.SIG_DFL)
+
+
 class StopFlag:
     """Set by Ctrl-C or SIGTERM: the run finishes its step, writes a checkpoint and stops."""
 
