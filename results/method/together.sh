@@ -20,9 +20,20 @@ fair() {  # recipe, folder, strong default, rates, settings
 }
 found() { echo; }
 
+why() {  # task, recipe, rate, settings: what of calibrated it is that adds to Muon
+  local without="" part
+  for part in logits share words positions; do without+=",calibrated(${part}=null)$muon"; done
+  wellcond compare --scale tiny --recipe "$2" --folder "method/why/$1" --methods "calibrated$muon$without,default$muon" --set "baseline=calibrated$muon" --seeds 10 \
+    --set "optimizer.lr=$3" --set tracking.jacobian_points=0 --set tracking.weights_every=null --no-report --jobs "${JOBS:-auto}" "${@:4}"
+  wellcond pack "method/why/$1" -o "$here/why/$1"
+}
+why-vit() { why vit vit-patch8 2.2e-3; }
+why-gpt2-wikitext2() { why gpt2-wikitext2 gpt2-wikitext2 2.4e-2; }
+
 tasks=("$@")
-[ ${#tasks[@]} -gt 0 ] || tasks=(vit crammed-bert xcit swin listops gpt2-wikitext2 text)
+[ ${#tasks[@]} -gt 0 ] || tasks=(vit crammed-bert xcit swin listops gpt2-wikitext2 text why-vit why-gpt2-wikitext2)
 for task in "${tasks[@]}"; do
   "$task"
+  case $task in why-*) continue ;; esac
   wellcond pack "method/$task" -o "$here/../evidence/$task"
 done
