@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -44,7 +45,8 @@ UNBOUNDED = 10_000
 """Columns of output that nothing bounds."""
 SEPARATION = 2
 """Spaces between two columns of a table."""
-NARROWEST_NAME = 16
+NARROWEST_NAME, NARROWEST_TEXT, LONGEST_LABEL = 16, 10, 20
+PATH = re.compile(r"[\w./-]+")
 
 
 class VisibleConsole(Console):
@@ -111,6 +113,11 @@ def echo_json(text: str) -> None:
     print(UNUSUAL.sub(lambda found: json.dumps(found[0])[1:-1] if is_hidden(found[0]) else found[0], text))
 
 
+def print_line(out: Console, text: str, style: str | None = None) -> None:
+    """Print prose as it is; a terminal breaks it at spaces, anything else gets it as one line."""
+    out.print(text, markup=False, highlight=False, soft_wrap=not out.is_terminal, style=style)
+
+
 def print_table(out: Console, made: ReportTable) -> None:
     """Print a table of a report.
 
@@ -143,7 +150,10 @@ def _least(made: ReportTable, at: int) -> int:
     cells = [row[at] for row in made.rows]
     if at in made.text_columns:
         words = [word for text in (*cells, made.header[at]) for word in text.split()]
-        return min(_width(made, at), max(NARROWEST_NAME, *map(cell_len, words)))
+        # A path is not folded; what is composed of options, such as the label of a method, is, if nothing else helps.
+        longest = [cell_len(word) if PATH.fullmatch(word) else min(LONGEST_LABEL, cell_len(word)) for word in words]
+        width = _width(made, at)
+        return width if width <= NARROWEST_NAME else max(NARROWEST_TEXT, *longest)
     return max(map(cell_len, [*cells, *_folded_name(made, at)]))
 
 
@@ -163,7 +173,8 @@ def _with_shorter_names(made: ReportTable, width: int) -> ReportTable:
         if excess <= 0:
             break
         room = max(NARROWEST_NAME, _least(made, at) - excess)
-        short = shorten({word for row in made.rows for word in row[at].split(" ")}, room)
+        words = {word for row in made.rows for word in row[at].split(" ")}
+        short = {word: word for word in words} | shorten(filter(PATH.fullmatch, sorted(words)), room)
         rows = ((*row[:at], " ".join(short[word] for word in row[at].split(" ")), *row[at + 1 :]) for row in made.rows)
         made = replace(made, rows=tuple(rows))
     return made
@@ -199,8 +210,21 @@ def _lay_out(made: ReportTable, widths: Sequence[int]) -> Table:
         justify = "left" if words else "right"
         table.add_column(escape(shown), width=width, overflow="fold", justify=justify)  # type: ignore[arg-type]
     for row in made.rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*(escape(_with_breaks(cell, width)) for cell, width in zip(row, widths, strict=True)))
     return table
+
+
+def _with_breaks(text: str, width: int) -> str:
+    """A text whose words that are too long may break after a plus or a bracket, as the label of a method does best.
+
+    Example:
+        >>> _with_breaks("calibrated+set(optimizer.lr=3e-3)", 20)
+        'calibrated+ set( optimizer.lr=3e-3)'
+    """
+    for mark in "+(":
+        words = (word.replace(mark, f"{mark} ") if cell_len(word) > width else word for word in text.split(" "))
+        text = " ".join(words)
+    return text
 
 
 def print_tables(tables: Iterable[ReportTable], end: str = "") -> None:
@@ -209,7 +233,7 @@ def print_tables(tables: Iterable[ReportTable], end: str = "") -> None:
     for table in tables:
         print_table(out, table)
         for note in table.notes:
-            out.print(f"- {escape(note)}", soft_wrap=True)
+            print_line(out, f"- {note}")
     if end:
         out.print(end, markup=False, soft_wrap=True)
 
@@ -234,7 +258,7 @@ class ConsoleWatch:
     def say(self, *lines: str) -> None:
         """Print lines for people."""
         for line in lines if not self.quiet else ():
-            make_console(stderr=self.stderr).print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(make_console(stderr=self.stderr), line)
 
     @contextlib.contextmanager
     def observing(self, jobs: Sequence[Job]) -> Iterator[JobObserver]:

@@ -18,6 +18,7 @@ from wellcond.cli.console import (
     echo_json,
     is_rank_zero,
     make_console,
+    print_line,
     print_tables,
     run_watched,
     tell_end,
@@ -181,7 +182,7 @@ def try_(
     code = tell_end(answer.result.outcome, as_json=json, **found)
     if not json and is_rank_zero():
         for line in answer.lines:
-            make_console().print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(make_console(), line)
     raise typer.Exit(code)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from typer import Argument, Option
 
 from wellcond.arguments import check_choice
@@ -19,6 +18,7 @@ from wellcond.cli.console import (
     exit_code,
     is_rank_zero,
     make_console,
+    print_line,
     print_table,
     print_tables,
     run_watched,
@@ -85,9 +85,9 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) ->
         titles = {"tuning": "Tuning", "summary": comparison.title}
         for table in [table for table in reversed(content.shown_tables) if table.name in titles]:
             print_table(out, replace(table, title=titles[table.name]))
-        out.print(escape(bottom_line(content.analysis)), style="bold", soft_wrap=True)
+        print_line(out, bottom_line(content.analysis), style="bold")
         for finding in find_findings(content.analysis):
-            out.print(f"- {escape(finding)}", soft_wrap=True)
+            print_line(out, f"- {finding}")
         out.print(f"report: {page}", markup=False, soft_wrap=True)
         if pictures:
             out.print(f"        {page.with_suffix('.md')}", markup=False, soft_wrap=True)
