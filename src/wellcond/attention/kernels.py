@@ -280,7 +280,9 @@ def _proven(call: KernelCall, given: dict[str, Any], returned: Any, scale: float
     """The reading of an unknown kernel's arguments under which softmax attention puts out what it put out."""
     out = next((one for one in returned if isinstance(one, Tensor)), None)
     found: list[tuple[KernelCall, Tensor]] = []
-    for reading in _readings(call, given, scale) if out is not None else ():
+    readings = _readings(call, given, scale) if out is not None else ()
+    for reading in readings:
+        assert out is not None
         with contextlib.suppress(RuntimeError):  # shapes that do not fit: another reading may
             logits = reading.logits()
             mine = reading.output(logits)

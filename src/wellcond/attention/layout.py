@@ -243,7 +243,7 @@ def build_site(
         head_dim = divide_heads(place, _title(letters), rows[letters], heads)
     if value_head_dim is None:
         value_head_dim = divide_heads(place, _title("v"), rows["v"], kv_heads) if "v" in rows else head_dim
-    slots = {}
+    slots: dict[str, Slot] = {}
     for letters, part in projections.items():
         layout = QKVLayout(num_heads, head_dim, kv_heads, value_head_dim, arrangement, letters, shards)
         check_rows(place, _title(letters), rows[letters], layout)

@@ -58,6 +58,7 @@ def _forward_pass(recipe: Recipe) -> tuple[Callable[[], nn.Module], Callable[[nn
     """Functions that make the model, and that run it on so many samples; None for detection, which is not counted."""
     name, given, task = recipe.model.name, recipe.model.arguments, recipe.task.model_dump()
     kind, auto_class, known = task["name"], None, {}
+    shape: tuple[Any, ...]
     length = task.get("context") or task.get("pad_to") or task.get("length") or PIXELS
     if kind == "image_classification" and name.startswith("timm:") and (size := task.get("image_size")):
         shape, dtype = (3, size, size), torch.float32
