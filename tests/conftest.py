@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A CPU may name matrix instructions that its virtual machine does not run: products of bfloat16 would end the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+os.environ.pop("COLUMNS", None)  # of the terminal that tests are started from, which pytest-xdist hands on
 import hypothesis
 import pytest
 import torch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import wellcond.jacobian.diagnosis as bounds
-import wellcond.jacobian.head as factors_module
+import wellcond.jacobian.factors as factors_module
 from theory import cases
 from theory.reference import F64, head, lambda_hat, softmax_jacobian, tensor
 from wellcond.errors import HypothesisError, UnknownChoiceError, WeightError, WellcondError

@@ -1,7 +1,7 @@
 r"""The factors that the Jacobian of a softmax head is made of, and matrices and products from them, without forming J.
 
 With the legend of `wellcond.jacobian.head` and M_r = s V^T Lambda_r K (dv x d), B_r = s V^T Lambda_r Y (dv x E), the
-rows of J are (theory.md, sections 3.2 and 3.3)
+rows of J are (theory.md, section 3.2 and section 3.3)
 
     J_Q[r]: (a, c) -> x_r[a] M_r[:, c]        J_K[r]: (a, c) -> B_r[:, a] q_r[c]        J_V[r]: (a, o) -> (P Y)_r[a] e_o
 

@@ -210,7 +210,7 @@ class JacobianOperator(abc.ABC):
 
 @dataclass(frozen=True, eq=False)
 class MappedOutputs(JacobianOperator):
-    """L J of heads whose outputs pass a fixed linear map L, token by token: a gate, a norm (theory.md, 5.4), or W_O.
+    """L J of heads whose outputs pass a linear map L, token by token: a gate, a norm (theory.md, section 5.4), or W_O.
 
     Attributes:
         parts: operators of heads, or of groups of heads, with parameters of their own, whose mapped outputs are added.

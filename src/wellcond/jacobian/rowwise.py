@@ -1,6 +1,6 @@
 r"""Softmax heads whose queries, keys and values pass a map of their own: QK-norm, rotary, sinks, soft-caps.
 
-Legend (theory.md, sections 5.1 and 5.4, on top of the legend of `wellcond.jacobian.head`):
+Legend (theory.md, section 5.1 and section 5.4, on top of the legend of `wellcond.jacobian.head`):
 
     qhat_r, khat_j, N_r^q (d' x d), N_j^k      mapped rows, and the Jacobians of the maps, one per row
     W_r = V^T Lambda_r  (dv x M)               columns p_rj (v_j - o_r), times the slopes of the logits

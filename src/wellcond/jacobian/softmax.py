@@ -1,4 +1,4 @@
-r"""The Jacobian of a softmax head, outputs x parameters (theory.md, sections 3 and 5.4), plain or with mapped rows.
+r"""Jacobian of a softmax head, outputs x parameters (theory.md, section 3 and section 5.4), plain or with mapped rows.
 
 Queries, keys and values may pass maps of their own, row by row: qhat_r = f_r(q_r), khat_j, vhat_j, with Jacobians
 N_r^q, N_j^k, N_j^v; S_rj = h_rj(qhat_r . khat_j) with slopes h'_rj. A plain head has the identity and the slope s.

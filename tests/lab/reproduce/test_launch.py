@@ -127,7 +127,7 @@ def test_choices_of_ours_are_read_from_the_recipe_and_what_it_extends():
     assert not any(setting.startswith("methods") for setting in giant)
     assert any("give no recipe for this size" in remark for remark in giant.values())
     # DeiT's release says 64 itself: the remark on ViT's 128 does not hold there.
-    assert not any(setting.startswith("augmentation") for setting in own_choices("deit", "paper"))
+    assert not any(setting.startswith("augmentation.mixed") for setting in own_choices("deit", "paper"))
     of_all = [remark for remark in own_choices("deit", "paper").values() if remark.startswith("Every value")]
     assert of_all == ["Every value without a remark is of the DeiT release."]
 

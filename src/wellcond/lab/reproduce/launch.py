@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from wellcond.errors import DataError, OptionError, WellcondError
 from wellcond.files import to_json, write_atomically
@@ -25,7 +24,7 @@ from wellcond.lab.records import leaves_of
 from wellcond.lab.report.table import MISSING, Cell, Table, plain_setting
 from wellcond.lab.reproduce.memory import Needs, choose_gpus, count_memory, gpu_bytes
 from wellcond.lab.reproduce.plan import Plan, PlannedStudy, count_missing
-from wellcond.lab.settings import Interval, shipped_recipes
+from wellcond.lab.settings import Interval, read_yaml, shipped_recipes
 from wellcond.lab.tasks.glue import HUB_ID
 
 SOURCES = {
@@ -190,7 +189,7 @@ def own_choices(name: str, scale: str) -> dict[str, str]:
     text = shipped_recipes().get(f"{scale}/{name}", "")
     found = {setting: remark for setting, remark in _remarks(text) if OWN.search(remark)}
     if base := re.search(r"^extends: (\S+)/(\S+)$", text, re.MULTILINE):
-        own = {".".join(path) for path, _ in leaves_of(yaml.safe_load(text))}
+        own = {".".join(path) for path, _ in leaves_of(read_yaml(text))}
         of_all = any(remark.startswith(OF_ALL) for remark in found.values())
         for key, remark in own_choices(base[2], base[1]).items():
             if key.partition("=")[0] not in own and not (of_all and remark.startswith(OF_ALL)):
@@ -218,7 +217,7 @@ def _remarks(text: str) -> Iterator[tuple[str, str]]:
         if not value.strip():
             above.append((indent, key))
         elif mark and key != "methods":
-            for leaf, one in leaves_of(yaml.safe_load(value)):
+            for leaf, one in leaves_of(read_yaml(value)):
                 yield f"{'.'.join((path, *leaf))}={plain_setting(one)}", remark.strip()
 
 
