@@ -23,6 +23,7 @@ found() { echo; }
 why() {  # task, recipe, rate, settings: what of calibrated it is that adds to Muon
   local without="" part
   for part in logits share words positions; do without+=",calibrated(${part}=null)$muon"; done
+  [ -d "method/why/$1" ] || [ ! -f "$here/why/$1.jsonl" ] || wellcond unpack "$here/why/$1.jsonl" --folder "method/why/$1"
   wellcond compare --scale tiny --recipe "$2" --folder "method/why/$1" --methods "calibrated$muon$without,default$muon" --set "baseline=calibrated$muon" --seeds 10 \
     --set "optimizer.lr=$3" --set tracking.jacobian_points=0 --set tracking.weights_every=null --no-report --jobs "${JOBS:-auto}" "${@:4}"
   wellcond pack "method/why/$1" -o "$here/why/$1"
