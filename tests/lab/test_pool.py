@@ -30,7 +30,7 @@ def test_a_job_that_loses_its_worker_twice_has_failed(tmp_path):
 
 
 def test_nothing_is_handed_out_or_repeated_after_a_stop(tmp_path):
-    dispatch = Dispatch([small_job(tmp_path / "a"), small_job(tmp_path / "b")], lambda *told: None)
+    dispatch = Dispatch([small_job(tmp_path / "a"), small_job(tmp_path / "b")], lambda *events: None)
     running = dispatch.waiting.popleft()
     dispatch.stop()
     dispatch.handle(running, ("lost", "its worker was lost"))
@@ -38,7 +38,7 @@ def test_nothing_is_handed_out_or_repeated_after_a_stop(tmp_path):
 
 
 def test_a_run_that_fails_because_it_was_stopped_leaves_an_interrupted_comparison(tmp_path):
-    dispatch = Dispatch([small_job(tmp_path)], lambda *told: None)
+    dispatch = Dispatch([small_job(tmp_path)], lambda *events: None)
     running = dispatch.waiting.popleft()
     dispatch.stop()
     assert not dispatch.outcome.interrupted  # it may still finish
@@ -55,7 +55,7 @@ def test_complete_runs_need_no_worker_and_wrong_ones_are_told_at_once(tmp_path):
     assert not dispatch.waiting and events == ["end", "failed"] and len(dispatch.outcome.records) == 1
     assert f"{tmp_path / 'a'} holds a run under other settings" in dispatch.outcome.failures[0][1]
     without = replace(done, keep_checkpoints=False)
-    dispatch = Dispatch([without], lambda *told: None)
+    dispatch = Dispatch([without], lambda *events: None)
     dispatch.skip_complete()
     assert list(dispatch.waiting) == [without]  # its checkpoints are still there
     run_job(without)

@@ -1,7 +1,7 @@
 """Recipes as plain data: the base of their parts, their YAML, those that ship, and changes of their fields.
 
-Parts are frozen, strict about names and clear about what is wrong. Nothing here needs torch, so mistakes are told at
-once.
+Parts are frozen, strict about names and clear about what is wrong. Nothing here needs torch, so mistakes are reported
+at once.
 """
 
 from __future__ import annotations
